@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonpool.core.config.cluster_token import TOKEN_BYTES_GOOD, check_token
+from moonpool.core.config.cluster_token import TOKEN_BYTES_GOOD, check_token, read_token
 from moonpool.core.config.config_sources import Origin, load_sections, show_value
 from moonpool.core.config.paths import client_token, default_node_socket, read_or_create_token
 from moonpool.core.config.proxy_section import Proxy
@@ -49,9 +49,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return self._secret("token")
 
     def client_token(self, socket: str = "") -> bytes:
-        """What to show the node at ``socket`` ("": the host's default one), or its cluster: the cluster token
-        where one is configured, else what stands beside the socket.
+        """What to show the node at ``socket`` ("": the host's default one), or its cluster: the tenant's key
+        or else the cluster token where one is configured, else what stands beside the socket.
         """
+        if self.cluster.tenant_key_file and self.origin("cluster.token_file").kind != "argument":
+            return read_token(Path(self.cluster.tenant_key_file), name="tenant-key")
         if self.token_is_configured:
             return self.read_token()
         return client_token(socket or default_node_socket())

@@ -35,6 +35,7 @@ RUNTIME_DIR_VARIABLE = "MOONPOOL_RUNTIME_DIR"
 CACHE_VARIABLE = "MOONPOOL_CACHE"
 TOKEN_VARIABLE = "MOONPOOL_CLUSTER_TOKEN"
 TOKEN_FILE_VARIABLE = "MOONPOOL_CLUSTER_TOKEN_FILE"
+TENANT_KEY_FILE_VARIABLE = "MOONPOOL_CLUSTER_TENANT_KEY_FILE"
 
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path holds 108 with its final NUL
 
@@ -117,9 +118,11 @@ def socket_event_streams(socket: Path) -> tuple[Path, Path]:
 
 
 def client_token(socket: str | Path) -> bytes:
-    """The token for connecting to ``socket``, a node's socket or the link to one: of the environment, else
-    what the node wrote beside it, else the one that all of this user share on this host.
+    """What to prove to ``socket``, a node's socket or the link to one: the tenant's key or else the token of
+    the environment, else what the node wrote beside it, else the one that all of this user share here.
     """
+    if key_file := os.environ.get(TENANT_KEY_FILE_VARIABLE):
+        return read_token(Path(key_file), name="tenant-key")
     beside = socket_token(Path(os.path.realpath(socket)))
     if not {TOKEN_VARIABLE, TOKEN_FILE_VARIABLE} & os.environ.keys() and os.path.exists(beside):
         return read_token(beside)

@@ -37,6 +37,20 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     token: Annotated[
         Secret, about("the cluster token itself; only from the environment, MOONPOOL_CLUSTER_TOKEN")
     ] = ""
+    tenants_file: Annotated[
+        str,
+        about(
+            "a 0600 TOML file with the tenants' own keys and roles, for nodes and masters; it is followed; "
+            "empty: the cluster token alone opens all tenants"
+        ),
+    ] = ""
+    tenant_key_file: Annotated[
+        str,
+        about(
+            "a 0600 file with the key of a tenant, one line, or two while one replaces the other; it is "
+            "followed; stores and engine connectors prove it in place of the cluster token"
+        ),
+    ] = ""
     admin_token_file: Annotated[
         str,
         about(

@@ -31,6 +31,8 @@ def _key_files(config: Config) -> Iterator[Finding]:
     """Those that are configured: whether this user reads them, and no other."""
     files = {
         "cluster.admin_token_file": config.cluster.admin_token_file,
+        "cluster.tenants_file": config.cluster.tenants_file,
+        "cluster.tenant_key_file": config.cluster.tenant_key_file,
         "proxy.api_keys_file": config.proxy.api_keys_file,
         "proxy.clients_file": config.proxy.clients_file,
         "proxy.discovery_keys_file": config.proxy.discovery_keys_file,

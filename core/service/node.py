@@ -27,6 +27,7 @@ from moonpool.core.config import paths
 from moonpool.core.config.cluster_token import secrets_of
 from moonpool.core.config.config import Config
 from moonpool.core.config.native_settings import node_settings
+from moonpool.core.config.tenants_file import salts_of
 from moonpool.core.config.units import format_size, parse_size
 from moonpool.core.errors import ConfigError, InvalidArgument, Unavailable
 from moonpool.core.service.address_space import check_address_space
@@ -50,6 +51,7 @@ from moonpool.core.service.service_process import (
     json_response,
     run_until_signal,
 )
+from moonpool.core.service.tenant_keys import tenants_of
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -75,6 +77,7 @@ def native_server(
     node = config.node
     sizes = tenant_sizes(config)
     check_address_space(sum(size for _, size in sizes), size_option)
+    tenants = tenants_of(config)
     with explain_bind_errors("node.listen", addresses.listen):
         server: _native.Server = core.Server(
             str(socket_path),
@@ -90,6 +93,7 @@ def native_server(
             events=publishes_events(config),
             tls=control_client(config),
             size_option=size_option,
+            salts={} if tenants is None else salts_of(tenants.rows),
         )
     return server
 
@@ -177,7 +181,8 @@ class Node(ServiceProcess["_native.Server"]):
         self.config.warn_of_short_token(_log)
         self._admin_token = self.config.read_admin_token() if http is not None else b""
         self._claim = Claim(paths.check_socket_path(path))
-        if self.config.token_is_configured:
+        # Where tenants have keys of their own, programs of this user do not get all of them.
+        if self.config.token_is_configured and not self.config.cluster.tenants_file:
             self._claim.tell_token(token)
         if settings := control_settings(self.config):
             self._claim.tell_tls(settings)

@@ -27,6 +27,7 @@ from moonpool.core.service.admin_http import AdminServer, AnswerTo
 from moonpool.core.service.http_tls import FollowedContext
 from moonpool.core.service.probes import STOPPING, Probes
 from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
+from moonpool.core.service.tenant_keys import TenantKeys, tenants_of
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -58,6 +59,7 @@ class ServiceProcess(Generic[S]):
         self._server: S | None = None
         self._http: AdminServer | None = None
         self._notes: Notes | None = None
+        self._tenants: TenantKeys | None = None
         self._leaving = False
         self._stopping = False
         self._admin_token = b""
@@ -86,6 +88,9 @@ class ServiceProcess(Generic[S]):
         last: until then they report that the process is stopping.
         """
         self._stopping = True
+        if self._tenants is not None:
+            tenants, self._tenants = self._tenants, None
+            await asyncio.to_thread(tenants.close)
         if self._server is not None:
             server, self._server = self._server, None
             await asyncio.to_thread(server.stop)
@@ -113,8 +118,11 @@ class ServiceProcess(Generic[S]):
     def _begin(
         self, server: S, log: logging.Logger, on_note: Callable[[str], None] = lambda kind: None
     ) -> None:
-        """Starts the native server and the log of its notes."""
+        """Starts the native server and the log of its notes. Raises ConfigError for a file of tenants that
+        cannot be used."""
         self._server = server
+        if (file := tenants_of(self.config)) is not None:
+            self._tenants = TenantKeys(file, server, log)
         self._notes = Notes(server, log, on_note)
         self._notes.start()
         server.start()

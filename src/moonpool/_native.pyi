@@ -64,9 +64,9 @@ class Server:
     @staticmethod
     def setting_names() -> list[str]:
         ...
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, settings: dict, *, name: str = 'default', listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], events: bool = False, tls: TlsClient | None = None, size_option: str = '--dram ', memory_root: str = '') -> None:
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, settings: dict, *, name: str = 'default', listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], events: bool = False, tls: TlsClient | None = None, size_option: str = '--dram ', memory_root: str = '', salts: collections.abc.Mapping[str, str] = {}) -> None:
         """
-        settings: a value for each of setting_names().
+        settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant.
         """
     def begin_events(self) -> bool:
         """
@@ -111,6 +111,10 @@ class Server:
     def metrics(self) -> dict[str, int]:
         """
         Counters (*_total) and gauges by name.
+        """
+    def set_tenants(self, rows: collections.abc.Sequence[tuple[str, str, collections.abc.Sequence[str]]]) -> None:
+        """
+        The tenants' own keys from now on: (tenant, role, keys). Connections by others end.
         """
     def settled(self) -> list:
         """
@@ -194,6 +198,10 @@ class Client:
         ...
     def get_views(self, keys: typing.Any, verify: bool = False) -> list:
         ...
+    def key_hashes(self, keys: typing.Any) -> bytes:
+        """
+        Of each key the 16 bytes by which the directory knows it, with the tenant's salt.
+        """
     def list(self, prefix: bytes, limit: typing.SupportsInt | typing.SupportsIndex) -> list:
         ...
     def longest_prefix(self, keys: typing.Any, width: typing.SupportsInt | typing.SupportsIndex = 1, pin: bool = True) -> tuple:
@@ -593,6 +601,10 @@ class MasterServer:
     def nodes(self) -> tuple[int, list[NodeRow]]:
         """
         (epoch, rows: the members by id, then what is remembered of those that are gone)
+        """
+    def set_tenants(self, rows: collections.abc.Sequence[tuple[str, str, collections.abc.Sequence[str]]]) -> None:
+        """
+        The tenants' own keys from now on: (tenant, role, keys). Connections by others end.
         """
     def set_valid_for(self, seconds: typing.SupportsFloat | typing.SupportsIndex | None) -> None:
         """

@@ -139,7 +139,10 @@ class DirectoryClient::Meanwhile {
 DirectoryClient::DirectoryClient(DirectoryClientOptions options)
     : options_(std::move(options)),
       addresses_(options_.master, options_.range),
-      members_(static_cast<uint64_t>(options_.members_ms)) {}
+      members_(static_cast<uint64_t>(options_.members_ms)) {
+    MutexLock lock(io_mutex_);
+    if (options_.follow_key) key_ = options_.token.now()->front();
+}
 
 DirectoryClient::~DirectoryClient() { close(); }
 
@@ -236,10 +239,20 @@ Result<Dialed> DirectoryClient::dial_any(bool only_node, std::optional<ByNode>& 
     return addresses_.dial(to);
 }
 
+// Once a second.
+bool DirectoryClient::has_new_key() {
+    constexpr uint64_t kLookMs = 1000;
+    const uint64_t now = now_ms();
+    if (now < look_at_key_ms_) return false;
+    look_at_key_ms_ = now + kLookMs;
+    const std::string former = std::exchange(key_, options_.token.now()->front());
+    return key_ != former;
+}
+
 // Whether the connection that there is serves the next call.
 bool DirectoryClient::keeps_way() {
     if (!connected_) return false;
-    if (has_ended()) {
+    if (has_ended() || (options_.follow_key && has_new_key())) {
         connected_ = false;
         dial_at_once();
         return false;

@@ -61,6 +61,9 @@ struct DirectoryClientOptions {
     int backoff_longest_ms = 500;          // up to this
     NodeRelay relay{};
     int back_to_node_ms = 10000;  // after the node did not answer, it is tried again
+    // The token is a tenant's key: another one that replaces it is proved over a new connection, before the
+    // former is withdrawn and ends this one.
+    bool follow_key = false;
 };
 
 class DirectoryClient {
@@ -120,6 +123,7 @@ class DirectoryClient {
     Status with_master(const std::function<Status()>& question) REQUIRES(io_mutex_);
     bool keeps_way() REQUIRES(io_mutex_);
     bool has_ended() REQUIRES(io_mutex_);
+    bool has_new_key() REQUIRES(io_mutex_);
     void dial_at_once() REQUIRES(io_mutex_);
     Status locate_now(std::span<const Hash128> hashes, const LocateOptions& options, LocateAnswer& answer,
                       Meanwhile& meanwhile) REQUIRES(io_mutex_);
@@ -170,6 +174,8 @@ class DirectoryClient {
     std::vector<std::byte> out_ GUARDED_BY(io_mutex_), body_ GUARDED_BY(io_mutex_);
     size_t frame_at_ GUARDED_BY(io_mutex_) = 0;
     uint64_t next_request_ GUARDED_BY(io_mutex_) = 1;
+    std::string key_ GUARDED_BY(io_mutex_);              // with follow_key: the last one that was looked at
+    uint64_t look_at_key_ms_ GUARDED_BY(io_mutex_) = 0;  // then it is looked at again
     MembersCache members_ GUARDED_BY(io_mutex_);
     std::optional<MembersReader> file_ GUARDED_BY(io_mutex_);  // of the own node, while it relays
     uint64_t life_ GUARDED_BY(io_mutex_) = 0;                  // that file_ is to be of

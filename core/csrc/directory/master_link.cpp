@@ -28,7 +28,7 @@ MasterLink::MasterLink(MasterServer& server, AuthenticatedConnection caller, Lin
       peer_(std::move(caller.peer)),
       id_(id),
       kind_(kind),
-      protocol_(host(), id, kind, std::move(caller.tenant)),
+      protocol_(host(), id, kind, std::move(caller.tenant), caller.access),
       since_ms_(now_ms),
       pace_(server.options_.limits, now_ms) {}
 

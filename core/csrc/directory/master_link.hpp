@@ -32,6 +32,8 @@ class MasterLink final : public EventHandler {
     Caller kind() const { return kind_; }
     int fd() const { return socket_.fd.get(); }
     const std::string& peer() const { return peer_; }
+    const std::string& tenant() const { return protocol_.tenant(); }
+    const Access& access() const { return protocol_.access(); }
     // Sends what waited for the standby's word, as far as it is there.
     bool released();
     bool holds() const { return !held_.empty(); }

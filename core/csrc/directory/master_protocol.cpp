@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "directory/protocol.hpp"
+#include "directory/questions.hpp"
 #include "wire/error_frame.hpp"
 
 namespace moonpool {
@@ -15,8 +16,9 @@ Error malformed(const char* what) {
 
 }  // namespace
 
-MasterProtocol::MasterProtocol(MasterProtocolHost host, LinkId link, Caller caller, std::string tenant)
-    : host_(std::move(host)), link_(link), caller_(caller), tenant_(std::move(tenant)) {}
+MasterProtocol::MasterProtocol(MasterProtocolHost host, LinkId link, Caller caller, std::string tenant,
+                               const Access& access)
+    : host_(std::move(host)), link_(link), caller_(caller), tenant_(std::move(tenant)), access_(access) {}
 
 void MasterProtocol::closed() {
     if (node_ != kNoNode) host_.master.disconnected(node_, link_);
@@ -43,6 +45,11 @@ Status MasterProtocol::on_frame(uint64_t now_ms, const FrameHeader& header, Read
                 break;
         }
     } else if (caller_ == Caller::kClient) {
+        if (!access_.may_write() && changes_objects(header.kind, body)) {
+            Error why = may_not_write(access_, tenant_);
+            write_error(out, why.code, why.text, header.request_id);
+            return success();
+        }
         switch (header.kind) {
             case Kind::kMembers:
                 return on_members(header, body, now_ms, out);

@@ -14,6 +14,7 @@
 
 #include "base/result.hpp"
 #include "directory/master.hpp"
+#include "wire/access.hpp"
 #include "wire/frame.hpp"
 
 namespace moonpool {
@@ -39,7 +40,10 @@ enum class Caller : uint8_t { kNode, kClient, kStandby };
 
 class MasterProtocol {
    public:
-    MasterProtocol(MasterProtocolHost host, LinkId link, Caller caller, std::string tenant);
+    MasterProtocol(MasterProtocolHost host, LinkId link, Caller caller, std::string tenant,
+                   const Access& access = {});
+    const std::string& tenant() const { return tenant_; }
+    const Access& access() const { return access_; }
 
     // Appends the answer to `out`, if the frame has one. An error ends the connection, after a frame that
     // tells it; half an answer may stand in `out` then.
@@ -81,6 +85,7 @@ class MasterProtocol {
     LinkId link_;
     Caller caller_;
     std::string tenant_;
+    Access access_;
     NodeId node_ = kNoNode;
     bool promises_ = false;
 };

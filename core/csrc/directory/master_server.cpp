@@ -51,8 +51,8 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     }
     std::unique_ptr<MasterServer> server(new MasterServer(std::move(options)));
     MasterServerOptions& o = server->options_;
-    Result<std::unique_ptr<Listener>> listener = Listener::create(
-        ListenerOptions{o.addresses, o.token, server->incarnation_, o.limits, o.tls, server->journal_});
+    Result<std::unique_ptr<Listener>> listener = Listener::create(ListenerOptions{
+        o.addresses, o.token, server->incarnation_, o.limits, o.tls, server->journal_, o.tenants});
     if (!listener) return listener.error();
     server->listener_ = std::move(*listener);
     EventLoopOptions loop_options;
@@ -64,8 +64,8 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(loop_options));
     if (!loop) return loop.error();
     server->loop_ = std::move(*loop);
-    // The listener hands over only connections that have proved the cluster token; the service that they
-    // name decides what they may ask.
+    // The listener hands over only connections that have proved the cluster token, or to "directory" a key of
+    // their tenant; the service that they name decides what they may ask.
     constexpr std::pair<std::string_view, Caller> kServices[] = {{kServiceMember, Caller::kNode},
                                                                  {kServiceDirectory, Caller::kClient},
                                                                  {kServiceStandby, Caller::kStandby}};
@@ -82,6 +82,13 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
             auto shared = std::make_shared<AuthenticatedConnection>(std::move(caller));
             raw->loop_->post([raw, shared, kind] { raw->adopt(std::move(*shared), kind); });
         };
+        auto open_to_tenants = [kind, &service] {
+            if (kind != Caller::kClient) return;
+            service.welcome_tenant = [welcome = service.welcome](std::string_view tenant, const Access&) {
+                return welcome(tenant);
+            };
+        };
+        open_to_tenants();
         server->listener_->offer(std::string(name), service);
         service.welcome = [raw = server.get(), kind](std::string_view) -> Result<std::vector<std::byte>> {
             if (!raw->pair_.serves(kind)) return raw->not_served();
@@ -90,6 +97,7 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
             write_range(w, raw->options_.range);
             return out;
         };
+        open_to_tenants();
         server->listener_->offer(service_of_ranges(name), service);
     }
     Service state;
@@ -201,10 +209,26 @@ void MasterServer::close_link(LinkId link) {
 void MasterServer::on_tick(uint64_t now) {
     master_.tick(now);
     tick_pair(now);
+    end_withdrawn();
     note_members(now);
     note_state(now);
     auto end = std::chrono::steady_clock::now() + kSweep;
     while (master_.sweep() && std::chrono::steady_clock::now() < end) {
+    }
+}
+
+// Links of clients whose tenant's key is no longer among the rows.
+void MasterServer::end_withdrawn() {
+    const uint64_t version = options_.tenants->version();
+    if (std::exchange(tenants_seen_, version) == version) return;
+    std::vector<std::shared_ptr<MasterLink>> all;
+    for (auto& [fd, link] : links_) all.push_back(link);
+    for (const std::shared_ptr<MasterLink>& link : all) {
+        if (options_.tenants->stands(link->tenant(), link->access())) continue;
+        Error why = key_withdrawn(link->tenant());
+        journal_->note(Level::kWarning, "auth_refused", link->peer(), why.text);
+        (void)link->fail(why.code, why.text);
+        drop(link->fd());
     }
 }
 

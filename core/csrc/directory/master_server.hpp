@@ -30,12 +30,14 @@
 #include "wire/limits.hpp"
 #include "wire/listener.hpp"
 #include "wire/secrets.hpp"
+#include "wire/tenant_keys.hpp"
 
 namespace moonpool {
 
 struct MasterServerOptions {
     std::vector<std::string> addresses;  // host:port each; port 0: any that is free
     Secrets token;
+    std::shared_ptr<TenantKeys> tenants = std::make_shared<TenantKeys>();  // keys beside the token
     uint32_t beat_ms = 200;
     uint32_t clients_max = 4096;  // connections for the service "directory" as expected; it rises
     std::function<uint64_t()> available_memory;  // in bytes, for more connections; null: it is not asked
@@ -90,6 +92,8 @@ class MasterServer {
     // Whether the loop and the listener answer within the time; any other thread.
     bool is_alive(uint32_t timeout_ms);
     Journal& journal() const { return *journal_; }
+    // The tenants' own keys, from now on. Connections by others end within a tick. Any thread.
+    void set_tenants(std::vector<TenantRow> rows) { options_.tenants->replace(std::move(rows)); }
 
     MasterRole role() const { return pair_.role(); }
     // The other one of the two is dead, or will never order removals again: a standby is the owner from now
@@ -152,6 +156,7 @@ class MasterServer {
     void drop(int fd);
     void close_link(LinkId link);
     void on_tick(uint64_t now_ms);
+    void end_withdrawn();
     void note_members(uint64_t now_ms);
     void note_state(uint64_t now_ms);
     Standby standby_now(uint64_t now_ms) const;
@@ -184,6 +189,7 @@ class MasterServer {
     std::string heir_;                 // where the standby is reached that it hands over to
     std::unordered_set<int> holding_;  // links with answers that wait for its word
     uint64_t ticked_ms_ = 0;
+    uint64_t tenants_seen_ = 0;  // version of the tenants' keys by which links were looked at
 
     // How the hand-over ended that this standby asked for; nothing: it has not.
     Mutex ask_mutex_;

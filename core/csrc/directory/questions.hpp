@@ -12,6 +12,20 @@ namespace moonpool {
 inline constexpr uint32_t kQuestionKeysMax = 16384;      // of one frame
 inline constexpr uint32_t kQuestionBytesMax = 8u << 20;  // and its body
 
+// Whether the question is a part of a put, a replacement or a removal: a tenant's reader may not ask it.
+inline bool changes_objects(Kind kind, Reader body) {
+    switch (kind) {
+        case Kind::kPlace:
+        case Kind::kForget:
+        case Kind::kOrdered:
+            return true;
+        case Kind::kLocate:
+            return (LocateHead::read(body).flags & kLocateOrder) != 0;
+        default:
+            return false;
+    }
+}
+
 inline bool fits_question(Kind kind, Reader body) {
     switch (kind) {
         case Kind::kMembers:

@@ -206,6 +206,11 @@ std::map<std::string, uint64_t> PyClient::stat() {
     return out;
 }
 
+py::bytes PyClient::key_hashes(const py::object& keys) const {
+    Names names(keys);
+    return to_bytes(client_->hashes(names.views()));
+}
+
 py::list PyClient::describe(const py::object& keys, bool everywhere) {
     Names names(keys);
     py::gil_scoped_release nogil;
@@ -320,6 +325,8 @@ void bind_client(py::module_& m) {
         .def("list", &PyClient::list, py::arg("prefix"), py::arg("limit"))
         .def("stat", &PyClient::stat)
         .def("describe", &PyClient::describe, py::arg("keys"), py::arg("everywhere") = true)
+        .def("key_hashes", &PyClient::key_hashes, py::arg("keys"),
+             "Of each key the 16 bytes by which the directory knows it, with the tenant's salt.")
         .def("copy_out", &PyClient::copy_out, py::arg("held"), py::arg("evict"),
              "Copies to other hosts what none of them has. (a byte for each row: 0 copied, 1 another host "
              "had it, 2 no node took it, 3 ask again, 4 it is gone, 5 it is damaged; why no node took it)");

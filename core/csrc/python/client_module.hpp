@@ -45,6 +45,7 @@ class PyClient {
     std::map<std::string, uint64_t> stat();
     // For each key None, or (size, [(node, host, address, size, generation, crc, pins, where, keep)]).
     py::list describe(const py::object& keys, bool everywhere);
+    py::bytes key_hashes(const py::object& keys) const;
     // A byte for each row of the hold, and why the objects that found no place did not.
     py::tuple copy_out(const std::shared_ptr<OutgoingObjects>& held, bool evict);
 

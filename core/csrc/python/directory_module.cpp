@@ -121,6 +121,7 @@ class PyMasterServer {
         py::gil_scoped_acquire gil;
         unwrap(std::move(status), "master");
     }
+    void set_tenants(const std::vector<TenantKeyRow>& rows) { server_->set_tenants(tenant_rows(rows)); }
     // Returns when no thread of the server runs any more.
     void stop() {
         py::gil_scoped_release nogil;
@@ -400,6 +401,8 @@ void bind_directory(py::module_& m) {
              "has "
              "lost its standby goes on alone. False: neither, or its loop does not answer.")
         .def_static("setting_names", &master_setting_names)
+        .def("set_tenants", &PyMasterServer::set_tenants, py::arg("rows"),
+             "The tenants' own keys from now on: (tenant, role, keys). Connections by others end.")
         .def_property_readonly("addresses", &PyMasterServer::addresses)
         .def_property_readonly("incarnation", &PyMasterServer::incarnation)
         .def("start", &PyMasterServer::start)

@@ -74,7 +74,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
                    std::vector<std::string> listen, std::string host_id, std::string advertise,
                    std::string master, const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
                    std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option,
-                   std::string memory_root)
+                   std::string memory_root, const std::map<std::string, std::string>& salts)
     : name_(std::move(name)) {
     NodeSettings filled;
     SettingValues given(settings, "node");
@@ -88,6 +88,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
         PoolOptions pool = filled.pool;
         pool.tenant = tenant;
         pool.arena_bytes = bytes;
+        if (auto salt = salts.find(tenant); salt != salts.end()) pool.salt = salt->second;
         options.pools.push_back(std::move(pool));
     }
     options.listen = std::move(listen);
@@ -112,6 +113,8 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
 void PyServer::tell_event_endpoints(std::string events, std::string replay) {
     server_->tell_event_endpoints(std::move(events), std::move(replay));
 }
+
+void PyServer::set_tenants(const std::vector<TenantKeyRow>& rows) { server_->set_tenants(tenant_rows(rows)); }
 
 void PyServer::start() {
     py::gil_scoped_release nogil;
@@ -282,14 +285,18 @@ void bind_server(py::module_& m) {
         .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
                       const py::dict&, std::string, std::vector<std::string>, std::string, std::string,
                       std::string, const std::vector<std::pair<std::string, uint64_t>>&, bool,
-                      std::optional<std::shared_ptr<TlsClient>>, std::string, std::string>(),
+                      std::optional<std::shared_ptr<TlsClient>>, std::string, std::string,
+                      const std::map<std::string, std::string>&>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::arg("settings"), py::kw_only(),
              py::arg("name") = "default", py::arg("listen") = std::vector<std::string>(),
              py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "",
              py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(), py::arg("events") = false,
              py::arg("tls") = py::none(), py::arg("size_option") = "--dram ", py::arg("memory_root") = "",
-             "settings: a value for each of setting_names().")
+             py::arg("salts") = std::map<std::string, std::string>(),
+             "settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant.")
         .def_static("setting_names", &node_setting_names)
+        .def("set_tenants", &PyServer::set_tenants, py::arg("rows"),
+             "The tenants' own keys from now on: (tenant, role, keys). Connections by others end.")
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("tell_event_endpoints", &PyServer::tell_event_endpoints, py::arg("events"), py::arg("replay"),

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "python/module.hpp"
+#include "python/secrets.hpp"
 #include "store/node/server.hpp"
 
 namespace moonpool::python {
@@ -21,8 +22,10 @@ class PyServer {
              const py::bytes& token, const py::dict& settings, std::string name,
              std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master,
              const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
-             std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option, std::string memory_root);
+             std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option, std::string memory_root,
+             const std::map<std::string, std::string>& salts);
     void tell_event_endpoints(std::string events, std::string replay);
+    void set_tenants(const std::vector<TenantKeyRow>& rows);
     void start();
     void stop();
     bool is_alive(double timeout_s);

@@ -284,24 +284,31 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
     Nonce client_nonce;
     std::memcpy(client_nonce.data(), client_nonce_bytes.data(), client_nonce.size());
     std::string covered = mac_tenant(tenant, service);
-    const auto secrets = options_.token.now();
+    std::optional<Proved> proved = prove_access(mac, options_.token, options_.tenants.get(), pending.nonce,
+                                                client_nonce, options_.incarnation, tenant, covered);
     if (std::string why = options_.token.take_trouble(); !why.empty()) {
         note(Level::kWarning, "token", pending, why);
     }
-    const std::string* secret =
-        proved_by(mac, *secrets, pending.nonce, client_nonce, options_.incarnation, covered);
-    if (secret == nullptr) {
-        return refuse(pending, Code::kAuth,
-                      std::string(kWrongToken) + "; give all processes of the cluster the same token file");
+    if (!proved) {
+        NotProved refusal = not_proved(options_.tenants.get(), tenant,
+                                       "give all processes of the cluster the same token file");
+        return refuse(pending, Code::kAuth, refusal.text, refusal.noted);
     }
     auto it = services_.find(service);
     if (it == services_.end()) {
         return refuse(pending, Code::kAuth, "nothing behind this port serves \"" + service + "\"");
     }
-    Result<std::vector<std::byte>> welcome = it->second.welcome(tenant);
+    const Access& access = proved->access;
+    if (!access.is_cluster && it->second.welcome_tenant == nullptr) {
+        return refuse(
+            pending, Code::kAuth,
+            "a tenant's key does not open the service \"" + service + "\", which needs the cluster token");
+    }
+    Result<std::vector<std::byte>> welcome =
+        access.is_cluster ? it->second.welcome(tenant) : it->second.welcome_tenant(tenant, access);
     if (!welcome) return refuse(pending, welcome.error().code, welcome.error().text);
-    Mac proof =
-        handshake_mac(Role::kNode, *secret, pending.nonce, client_nonce, options_.incarnation, covered);
+    Mac proof = handshake_mac(Role::kNode, proved->secret, pending.nonce, client_nonce, options_.incarnation,
+                              covered);
     std::vector<std::byte> frame;
     size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, header.request_id);
     Writer w(frame);
@@ -311,16 +318,18 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
     if (!send_now(pending.fd.get(), pending.tls.get(), frame)) return false;
     loop_->remove(pending.key);  // before another thread has the socket
     it->second.serve(AuthenticatedConnection{std::move(pending.fd), std::move(tenant),
-                                             std::move(pending.peer), std::move(pending.tls)});
+                                             std::move(pending.peer), std::move(pending.tls), access});
     return false;
 }
 
 // The reason is counted, noted for the operator with the peer's address, and sent to the caller, who may be
 // a misconfigured process of this cluster.
-bool Listener::refuse(PendingConnection& pending, Code code, const std::string& text) {
+bool Listener::refuse(PendingConnection& pending, Code code, const std::string& text,
+                      const std::string& noted) {
     bool is_auth = code == Code::kAuth;
     (is_auth ? counters_.auth_failures_total : counters_.protocol_errors_total).fetch_add(1);
-    note(Level::kWarning, is_auth ? "auth_refused" : "protocol_refused", pending, text);
+    note(Level::kWarning, is_auth ? "auth_refused" : "protocol_refused", pending,
+         noted.empty() ? text : noted);
     send_error(pending.fd.get(), code, text, pending.tls.get());
     return hang_up(pending);
 }

@@ -27,23 +27,29 @@
 #include "wire/dial.hpp"
 #include "wire/limits.hpp"
 #include "wire/secrets.hpp"
+#include "wire/tenant_keys.hpp"
 #include "wire/tls.hpp"
 
 namespace moonpool {
 
-// A socket whose other side has proved that it knows the token, and knows that we do.
+// A socket whose other side has proved that it knows the token, or the tenant's own key, and knows that we
+// do.
 struct AuthenticatedConnection {
     Fd fd;  // non-blocking
     std::string tenant;
     std::string peer;
     std::unique_ptr<TlsStream> tls;  // null: plain
+    Access access{};
 };
 
-// Both run on the listener's thread: serve() hands the socket to another thread and returns at once.
+// All run on the listener's thread: serve() hands the socket to another thread and returns at once.
 struct Service {
     // What WELCOME says after the proof; an error is told to the caller, and the connection ends.
     std::function<Result<std::vector<std::byte>>(std::string_view tenant)> welcome;
     std::function<void(AuthenticatedConnection)> serve;
+    // The same of a caller that proved a key of the tenant; null: such a key does not open this service.
+    std::function<Result<std::vector<std::byte>>(std::string_view tenant, const Access&)> welcome_tenant =
+        nullptr;
 };
 
 struct ListenerOptions {
@@ -51,8 +57,9 @@ struct ListenerOptions {
     Secrets token;
     Incarnation incarnation{};
     Limits limits;
-    std::shared_ptr<const TlsServer> tls = nullptr;  // every caller must speak it; null: plain
-    std::shared_ptr<Journal> journal = nullptr;      // of refused callers; null: they are only counted
+    std::shared_ptr<const TlsServer> tls = nullptr;       // every caller must speak it; null: plain
+    std::shared_ptr<Journal> journal = nullptr;           // of refused callers; null: they are only counted
+    std::shared_ptr<const TenantKeys> tenants = nullptr;  // null: the cluster token alone opens the services
 };
 
 struct ListenerCounters {
@@ -131,7 +138,8 @@ class Listener {
     bool challenge(PendingConnection& pending);
     bool on_readable(PendingConnection& pending);
     bool on_auth(PendingConnection& pending, const FrameHeader& header, Reader body);
-    bool refuse(PendingConnection& pending, Code code, const std::string& text);
+    bool refuse(PendingConnection& pending, Code code, const std::string& text,
+                const std::string& noted = {});
     bool refuse_plain(PendingConnection& pending);
     bool hang_up(PendingConnection& pending);
     void note(Level level, const char* kind, const PendingConnection& pending, const std::string& text);

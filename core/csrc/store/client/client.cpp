@@ -56,6 +56,7 @@ std::shared_ptr<Client::Pool> Client::pool() {
     // A caller that waits longer for a node waits longer for the master, too: a quarter of its own budget.
     to.timeout_ms = std::min(options_.timeout_ms, std::max(to.timeout_ms, options_.timeout_ms / 4));
     to.tls = options_.tls;
+    to.follow_key = session->knows(kFeatureTenantKey);
     // A node of another host has its own way to the master, as this process has.
     if (options_.address.empty() && session->knows(kFeatureRelay)) {
         to.relay = {

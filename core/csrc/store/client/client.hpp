@@ -119,6 +119,8 @@ class Client {
     Result<std::vector<ObjectState>> describe(std::span<const std::string_view> names, bool everywhere);
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
     Result<std::vector<std::pair<std::string, uint64_t>>> stat() { return own_.stat(); }
+    // By which the directory knows them.
+    std::vector<Hash128> hashes(std::span<const std::string_view> names) const;
 
     static Handover hand_over(const Prefix& prefix) { return hand_over(prefix, prefix.incarnation); }
     // own: the incarnation of the node that was asked first.
@@ -179,7 +181,6 @@ class Client {
     std::shared_ptr<NodeClient> node(const Pool& pool, const Member& member) {
         return peers_.node(member, pool.host_id);
     }
-    std::vector<Hash128> hashes(std::span<const std::string_view> names) const;
     // Runs on each group, on threads of their own when there are several.
     static void each(std::vector<Group>& groups, const std::function<void(Group&)>& run);
 

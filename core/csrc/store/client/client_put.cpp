@@ -45,6 +45,7 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
     WaitBudget budget(options.timeout_ms > 0 ? WaitBudget::of_a_call(options.timeout_ms) : wait_budget_ms());
     // In the first call of all the limit of an object is not known yet.
     if (own_.current() == nullptr) (void)own_.session();
+    if (Status may = own_.check_may_write(); !may) return may.error();
     std::vector<PutItem> whole;
     std::vector<size_t> place, striped;
     for (size_t i = 0; i < items.size(); ++i) {

@@ -31,6 +31,7 @@ Result<RemoveReport> Client::remove(std::span<const std::string_view> names) {
             return RemoveReport{std::move(*removed), {}};
         }
     }
+    if (Status may = own_.check_may_write(); !may) return may.error();
     Status fit = own_.check_names(names);
     if (!fit && !no_answer(fit.error())) return fit.error();
     RemoveReport report;

@@ -91,7 +91,7 @@ Result<std::vector<Client::Standing>> Client::standing(std::span<const std::stri
     for (size_t i = 0; i < names.size(); ++i) {
         out[i].size = (*sizes)[i];
         if (out[i].size != static_cast<int64_t>(kManifestBytes)) continue;
-        out[i].manifest = decode_manifest(reads.bytes[i], options_.token, names[i]);
+        out[i].manifest = decode_manifest(reads.bytes[i], own_.manifest_secrets(), names[i]);
         if (!out[i].manifest && may_be_manifest(reads.bytes[i])) out[i].size = kMiss;
     }
     return out;
@@ -120,7 +120,7 @@ Status Client::fill_striped(std::span<const GetItem> items, bool verify, const U
         // The manifest lies at the front of the caller's memory, which the stripes overwrite: it was
         // decoded into a copy.
         std::array<std::byte, kManifestBytes> bytes = beginning(items[i].parts);
-        std::optional<Manifest> manifest = decode_manifest(bytes, options_.token, items[i].name);
+        std::optional<Manifest> manifest = decode_manifest(bytes, own_.manifest_secrets(), items[i].name);
         if (!manifest) {
             if (may_be_manifest(bytes)) sizes[i] = kMiss;
             continue;
@@ -152,7 +152,7 @@ Status Client::view_striped(std::span<const std::string_view> names, bool verify
     for (size_t i = 0; i < views.size(); ++i) {
         if (views[i].owner == nullptr || views[i].size != kManifestBytes) continue;
         std::span<const std::byte> bytes(views[i].data, kManifestBytes);
-        std::optional<Manifest> manifest = decode_manifest(bytes, options_.token, names[i]);
+        std::optional<Manifest> manifest = decode_manifest(bytes, own_.manifest_secrets(), names[i]);
         if (!manifest && !may_be_manifest(bytes)) continue;
         views[i] = ObjectView{};
         if (!manifest) continue;
@@ -260,7 +260,7 @@ Result<bool> Client::get_pinned_stripes(const Pinned& pinned, const StripedPin& 
 
 void Client::add_genuine(std::string_view name, const RemovedManifest& removed,
                          std::vector<Manifest>& out) const {
-    std::optional<Manifest> manifest = decode_manifest(removed.bytes, options_.token, name);
+    std::optional<Manifest> manifest = decode_manifest(removed.bytes, own_.manifest_secrets(), name);
     if (manifest && std::ranges::find(out, *manifest) == out.end()) out.push_back(*manifest);
 }
 

@@ -103,7 +103,7 @@ void Client::pin_striped(Pinned& pinned, std::span<const std::string_view> names
     std::vector<std::string> stripes;
     for (size_t k = 0; k < which.size(); ++k) {
         size_t i = which[k];
-        std::optional<Manifest> manifest = decode_manifest(reads.bytes[k], options_.token, names[i]);
+        std::optional<Manifest> manifest = decode_manifest(reads.bytes[k], own_.manifest_secrets(), names[i]);
         bool is_lost = manifest ? !manifest->within_limits() : may_be_manifest(reads.bytes[k]);
         if (!sizes || (*sizes)[k] < 0 || is_lost) {
             pinned.under[i] = kNoPin;
@@ -176,7 +176,7 @@ bool Client::pin_stripes(Pinned& pinned, size_t i, std::string_view name, Manife
         if (!size || size->front() < 0) return false;
         std::optional<Manifest> now;
         if (size->front() == static_cast<int64_t>(kManifestBytes)) {
-            now = decode_manifest(bytes, options_.token, name);
+            now = decode_manifest(bytes, own_.manifest_secrets(), name);
         }
         if (now == manifest) {
             Incomplete object{name, manifest};
@@ -291,7 +291,8 @@ void Client::drop_manifests(Pool& pool, std::vector<Group>& nodes, std::span<con
         std::vector<uint64_t> generations;
         for (size_t i = 0; i < objects.size(); ++i) {
             if ((*sizes)[i] != static_cast<int64_t>(kManifestBytes)) continue;
-            if (decode_manifest(reads.bytes[i], options_.token, names[i]) != objects[i].manifest) continue;
+            if (decode_manifest(reads.bytes[i], own_.manifest_secrets(), names[i]) != objects[i].manifest)
+                continue;
             lost.push_back(names[i]);
             generations.push_back(pinned->descriptors[i].generation);
         }

@@ -217,7 +217,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         return success();
     }
     // Now that every stripe is there, the key may lead to them.
-    std::vector<std::byte> bytes = encode(manifest, options_.token, item.name);
+    std::vector<std::byte> bytes = encode(manifest, own_.manifest_secrets(), item.name);
     MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
     std::string_view group = item.group.empty() ? std::string_view(stripes.group) : item.group;
     PutItem under_key{item.name, item.parent, {&part, 1}, group, item.soft_ms};
@@ -279,7 +279,7 @@ void Client::copy_striped(Pool& pool, const PutItem& item, const PutOptions& opt
     std::string refusal;
     spread(pool, nodes, stripes->items, options.replicas, options.timeout_ms, at, refusal);
     keep_what_is_there(pool, nodes, stripes->items, at, refusal);
-    std::vector<std::byte> bytes = encode(*manifest, options_.token, item.name);
+    std::vector<std::byte> bytes = encode(*manifest, own_.manifest_secrets(), item.name);
     MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
     std::string_view group = item.group.empty() ? std::string_view(stripes->group) : item.group;
     PutItem under_key{item.name, item.parent, {&part, 1}, group, item.soft_ms};

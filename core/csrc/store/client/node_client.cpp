@@ -18,6 +18,7 @@
 #include <map>
 #include <numeric>
 
+#include "base/clock.hpp"
 #include "memory/copier.hpp"
 #include "memory/kind_name.hpp"
 #include "store/client/client_frames.hpp"
@@ -80,8 +81,26 @@ void Pin::release() {
     session_->post(Kind::kRelease, [&](Writer& w) { w.number(id); });
 }
 
-NodeClient::NodeClient(ClientOptions options)
-    : options_(std::move(options)), hash_(options_.tenant, options_.name_space, options_.fingerprint) {}
+NodeClient::NodeClient(ClientOptions options) : options_(std::move(options)) {
+    MutexLock lock(mutex_);
+    take_salt("");
+}
+
+void NodeClient::take_salt(const std::string& salt) {
+    const KeysOf* now = keys_of_.load(std::memory_order_relaxed);
+    if (now != nullptr && now->salt == salt) return;
+    Secrets manifests = options_.token;
+    if (!salt.empty()) manifests = Secrets(("moonpool manifest " + salt).c_str());
+    all_keys_of_.push_back(std::make_unique<const KeysOf>(
+        KeysOf{salt, KeyHasher(options_.tenant, options_.name_space, options_.fingerprint, salt),
+               std::move(manifests)}));
+    keys_of_.store(all_keys_of_.back().get(), std::memory_order_release);
+}
+
+Status NodeClient::check_may_write() {
+    std::shared_ptr<Session> session = current();
+    return session == nullptr ? success() : session->check_may_write();
+}
 
 Status NodeClient::connect() {
     Result<std::shared_ptr<Session>> s = session();
@@ -117,13 +136,17 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     // Looked at before each call: a node that was restarted between two calls is dialled at once, and the
     // caller notices nothing.
     forget_dead_session();
-    if (session_ != nullptr) return session_;
+    if (session_ != nullptr && !has_new_key()) return session_;
     auto now = std::chrono::steady_clock::now();
-    if (now < retry_at_) return last_error_;
-    if (WaitBudget::within(1) <= 0)
+    if (session_ == nullptr && now < retry_at_) return last_error_;
+    if (WaitBudget::within(1) <= 0) {
+        if (session_ != nullptr) return session_;
         return Error{Code::kTimeout, "others left no time of this call to connect"};
+    }
+    if (!options_.token.empty()) proved_ = options_.token.now()->front();
     Result<std::shared_ptr<Session>> opened = Session::open(options_, &closed_);
     if (closed_) return Error{Code::kClosed, "this store is closed"};  // while it was opened
+    if (!opened && session_ != nullptr) return session_;  // by the former key, as long as that stands
     if (!opened) {
         // While the node is away other calls fail at once with this error, rather than each wait for the
         // same.
@@ -133,10 +156,26 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
         return last_error_;
     }
     backoff_ = std::chrono::milliseconds{0};
+    if (session_ != nullptr) {  // what was pinned over it is read over it
+        session_->retire();
+        lost_.push_back(session_);
+    }
     session_ = *opened;
+    take_salt(session_->salt());
     MutexLock newest_lock(newest_mutex_);
     newest_ = session_;
     return session_;
+}
+
+// A tenant's key that replaces another is proved over a new connection, before the other one is withdrawn and
+// ends the connections that proved it. Looked at once a second.
+bool NodeClient::has_new_key() {
+    constexpr uint64_t kLookMs = 1000;
+    if (!session_->knows(kFeatureTenantKey)) return false;
+    const uint64_t now = now_ms();
+    if (now < look_at_key_ms_) return false;
+    look_at_key_ms_ = now + kLookMs;
+    return options_.token.now()->front() != proved_;
 }
 
 void NodeClient::forget_dead_session() {
@@ -221,6 +260,7 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, PutHow how) {
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
     Session& s = **opened;
+    if (Status status = s.check_may_write(); !status) return status.error();
     for (const PutItem& item : items) {
         if (Status status = check_item(s, item); !status) return status.error();
     }
@@ -235,7 +275,7 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, PutHow how) {
             applied.raise(range, index->applied(range));
         how.known.raise(applied);
     }
-    how.hasher = &hash_;
+    how.hasher = &hasher();
     // All items are judged before the first byte is copied: a call is refused as a whole or not at all.
     Result<PutReport> report = s.path().put(items, how);
     if (report) report->known = how.known;
@@ -398,6 +438,7 @@ Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
     Session& s = **opened;
+    if (Status status = s.check_may_write(); !status) return status.error();
     if (Status status = check_names(s, names); !status) return status.error();
     // To an older node a frame with numbers behind the names breaks the format.
     if (by == RemoveBy::kGeneration && !s.knows(kFeatureRemoveOne)) {

@@ -188,7 +188,13 @@ class NodeClient {
     // Never waits, unlike the others, which may find another thread that connects.
     bool relays();
     const ClientOptions& options() const { return options_; }
-    const KeyHasher& hasher() const { return hash_; }
+    // Of the node's last answer; before the first one, of a tenant without a salt. They stay valid as long as
+    // this does.
+    const KeyHasher& hasher() const { return keys_of_.load(std::memory_order_acquire)->hasher; }
+    // By which manifests are made and known: the tenant's salt, which all of its keys have in common, or else
+    // the token.
+    const Secrets& manifest_secrets() const { return keys_of_.load(std::memory_order_acquire)->manifests; }
+    Status check_may_write();  // as far as is known without the node's answer
 
    private:
     // Others wait here while one connects to a node that may not answer: that is a wait for the node.
@@ -220,11 +226,24 @@ class NodeClient {
     Result<std::shared_ptr<Session>> session_of(const Incarnation& incarnation);
     void forget_dead_session() REQUIRES(mutex_);
 
+    // How keys are hashed, as the node says when a session opens. There is another one only after a node was
+    // restarted with another salt.
+    struct KeysOf {
+        std::string salt;
+        KeyHasher hasher;
+        Secrets manifests;
+    };
+    void take_salt(const std::string& salt) REQUIRES(mutex_);
+    bool has_new_key() REQUIRES(mutex_);
+
     ClientOptions options_;
-    KeyHasher hash_;
+    std::vector<std::unique_ptr<const KeysOf>> all_keys_of_ GUARDED_BY(mutex_);
+    std::atomic<const KeysOf*> keys_of_{nullptr};
     ForkGuard fork_;
     Mutex mutex_;
     std::shared_ptr<Session> session_ GUARDED_BY(mutex_);
+    std::string proved_ GUARDED_BY(mutex_);  // the first secret when session_ was opened
+    uint64_t look_at_key_ms_ GUARDED_BY(mutex_) = 0;
     std::vector<std::weak_ptr<Session>> lost_
         GUARDED_BY(mutex_);  // those that pins still hold, and dead ones
     std::chrono::steady_clock::time_point retry_at_ GUARDED_BY(mutex_){};

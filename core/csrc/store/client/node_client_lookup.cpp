@@ -134,7 +134,7 @@ Result<std::vector<uint8_t>> NodeClient::exists(std::span<const std::string_view
     const IndexReader* index = use ? nullptr : s.path().index();
     for (size_t i = 0; i < names.size(); ++i) {
         if (index != nullptr) {
-            if (auto hit = index->find(s.space(), hash_(names[i]), names[i])) {
+            if (auto hit = index->find(s.space(), hasher()(names[i]), names[i])) {
                 present[i] = there(hit->size);
                 continue;
             }

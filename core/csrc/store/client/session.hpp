@@ -119,7 +119,15 @@ class Session {
     const std::string& master() const { return master_; }    // empty: the node is alone
     // How long to wait for it; 0: the node does not say.
     uint32_t master_timeout_ms() const { return master_timeout_ms_; }
+    const std::string& salt() const { return salt_; }  // of the tenant's keys; empty: none
     bool knows(uint32_t feature) const { return (features_ & feature) != 0; }
+    // Before the first byte moves; the node refuses it as well.
+    Status check_may_write() const {
+        if (!knows(kFeatureReadOnly)) return success();
+        return Error{Code::kAuth,
+                     "this process has a reader's key, which may not put, replace or remove objects; "
+                     "give it a key with the role writer or admin"};
+    }
 
     // For the path while it opens: to a node's Unix socket, or to its TCP port.
     Status connect_here(const ClientOptions& options, SharedMemory& memory);
@@ -168,7 +176,7 @@ class Session {
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
     ForkGuard fork_;
-    std::string peer_, node_name_, host_id_, address_, master_;
+    std::string peer_, node_name_, host_id_, address_, master_, salt_;
     int timeout_ms_ = 2000;  // of one wait
     Incarnation incarnation_{};
     uint32_t space_ = 0;

@@ -218,6 +218,7 @@ bool Session::read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& ind
     // Appended later than the others; what a node does not say it does not have.
     if (welcome.left() != 0) features_ = welcome.number<uint32_t>();
     if (welcome.left() != 0) master_timeout_ms_ = welcome.number<uint32_t>();
+    if (welcome.left() != 0) salt_ = std::string(welcome.text16());
     return welcome.ok();
 }
 

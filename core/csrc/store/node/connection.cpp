@@ -31,10 +31,11 @@ Connection::Connection(Server& server, Fd fd, uint64_t now_ms)
       progress_ms_(now_ms),
       pace_(server.options_.limits, now_ms) {}
 
-Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool)
+Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool, const Access& access)
     : server_(server),
       fd_(std::move(fd)),
       pool_(&pool),
+      access_(access),
       nonce_(),
       since_ms_(now_ms),
       progress_ms_(now_ms),
@@ -125,6 +126,8 @@ bool Connection::parse_frames() {
         }
         if (is_put) {
             whole_answers_ = out_.size();
+            // The bytes of the objects stand behind the head, and nothing takes them: the connection ends.
+            if (std::optional<Error> why = forbidden(header->kind)) return fail(why->code, why->text);
             Begun begun = begin_put(*header);
             // After the last words the socket stays until the caller has read them.
             if (begun != Begun::kYes) return begun == Begun::kNotYet || ended_;
@@ -148,6 +151,11 @@ bool Connection::handle(const FrameHeader& header, Reader body) {
     if (!proved()) {
         if (header.kind != Kind::kAuth) return malformed("came before the handshake");
         return on_auth(header, body);
+    }
+    if (std::optional<Error> why = forbidden(header.kind)) {
+        // A one-way frame has no answer.
+        if ((header.flags & kFlagOneWay) != 0) return fail(why->code, why->text);
+        return refuse(header.request_id, why->code, why->text);
     }
     NodeMetrics& m = server_.metrics_;
     switch (header.kind) {
@@ -197,6 +205,33 @@ bool Connection::handle(const FrameHeader& header, Reader body) {
     }
 }
 
+// What the role of the tenant's key leaves out.
+std::optional<Error> Connection::forbidden(Kind kind) const {
+    const std::string& tenant = pool_->tenant();
+    switch (kind) {
+        case Kind::kLease:
+        case Kind::kCommit:
+        case Kind::kPut:
+        case Kind::kRemove:
+            if (!access_.may_write()) return may_not_write(access_, tenant);
+            break;
+        case Kind::kList:
+            if (!access_.may_list()) return may_not_list(access_, tenant);
+            break;
+        default:
+            break;
+    }
+    return std::nullopt;
+}
+
+bool Connection::check_key() {
+    if (!proved() || ended_ || server_.options_.tenants->stands(pool_->tenant(), access_)) return true;
+    count(server_.metrics_.auth_failures_total);
+    Error why = key_withdrawn(pool_->tenant());
+    note_refusal(why.code, why.text);
+    return fail(why.code, why.text);
+}
+
 bool Connection::on_auth(const FrameHeader& header, Reader body) {
     std::string_view tenant = body.text16();
     std::string_view client_nonce_bytes = body.bytes(32);
@@ -209,25 +244,36 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     // Both sides contribute a nonce, so a recorded handshake is of no use to either. The tenant is part of
     // the proof, and the service.
     std::string covered = service.empty() ? std::string(tenant) : mac_tenant(tenant, service);
-    const auto secrets = server_.options_.token.now();
-    if (std::string why = server_.options_.token.take_trouble(); !why.empty()) {
+    const ServerOptions& options = server_.options_;
+    std::optional<Proved> proved = prove_access(mac, options.token, options.tenants.get(), nonce_,
+                                                client_nonce, server_.incarnation_, tenant, covered);
+    if (std::string why = options.token.take_trouble(); !why.empty()) {
         server_.journal_->note(Level::kWarning, "token", "unix", why);
     }
-    const std::string* secret = proved_by(mac, *secrets, nonce_, client_nonce, server_.incarnation_, covered);
-    if (secret == nullptr) {
+    if (!proved) {
         count(server_.metrics_.auth_failures_total);
-        return fail(Code::kAuth, std::string(kWrongToken) + "; give client and node the same token file");
+        NotProved refusal =
+            not_proved(options.tenants.get(), tenant, "give client and node the same token file");
+        return fail(Code::kAuth, refusal.text, refusal.noted);
     }
     auto it = server_.pools_.find(tenant);
     if (it == server_.pools_.end()) {
         count(server_.metrics_.auth_failures_total);
         return fail(Code::kAuth, "this node has no such tenant");
     }
-    auto proof = handshake_mac(Role::kNode, *secret, nonce_, client_nonce, server_.incarnation_, covered);
+    auto proof =
+        handshake_mac(Role::kNode, proved->secret, nonce_, client_nonce, server_.incarnation_, covered);
     if (std::optional<Range> range = relayed_range(kServiceDirectory, service))
-        return on_auth_for_master(header, tenant, *range, proof);
+        return on_auth_for_master(header, tenant, *range, proof, proved->access);
     if (!service.empty()) return fail(Code::kAuth, "this node has no such service");
     Pool& pool = *it->second;
+    // A reader gets the arena read-only, too.
+    Fd arena_read_only;
+    if (!proved->access.may_write()) {
+        Result<Fd> fd = pool.arena_read_only_fd();
+        if (!fd) return fail(Code::kOs, fd.error().text);
+        arena_read_only = std::move(*fd);
+    }
     // Opened read-only for this client: it may map the index, but not write to it, whatever it does.
     Result<Fd> index_fd = pool.table().index().read_only_fd();
     if (!index_fd) return fail(Code::kOs, index_fd.error().text);
@@ -239,7 +285,7 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, header.request_id);
     Writer w(frame);
     w.bytes(proof.data(), proof.size());
-    server_.write_welcome(w, pool);
+    server_.write_welcome(w, pool, proved->access);
     finish_frame(frame, at);
 
     iovec part{frame.data(), frame.size()};
@@ -253,18 +299,19 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     rights->cmsg_level = SOL_SOCKET;
     rights->cmsg_type = SCM_RIGHTS;
     rights->cmsg_len = CMSG_LEN(2 * sizeof(int));
-    int fds[2] = {pool.arena_fd(), index_fd->get()};
+    int fds[2] = {arena_read_only.valid() ? arena_read_only.get() : pool.arena_fd(), index_fd->get()};
     std::memcpy(CMSG_DATA(rights), fds, sizeof(fds));
     // A fresh socket takes so few bytes at once; one that does not is not worth a partial send with
     // descriptors.
     if (::sendmsg(fd_.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(frame.size())) return false;
     pool_ = &pool;
+    access_ = proved->access;
     return true;
 }
 
 // The relay sends the WELCOME, once it knows whether the master is there.
 bool Connection::on_auth_for_master(const FrameHeader& header, std::string_view tenant, const Range& range,
-                                    const Mac& proof) {
+                                    const Mac& proof, const Access& access) {
     if (server_.relay_ == nullptr) return fail(Code::kProtocol, "this node passes no questions to a master");
     if (range.count != server_.relay_->ranges()) {
         return fail(Code::kInvalidArgument, "this node's cluster.master has " +
@@ -277,6 +324,7 @@ bool Connection::on_auth_for_master(const FrameHeader& header, std::string_view 
     relayed_->tenant = tenant;
     relayed_->range = range;
     relayed_->proof = proof;
+    relayed_->access = access;
     relayed_->request_id = header.request_id;
     return false;
 }
@@ -295,9 +343,9 @@ void Connection::note_refusal(Code code, const std::string& text) {
                            known ? "process " + std::to_string(peer.pid) : "unix", text);
 }
 
-bool Connection::fail(Code code, const std::string& text) {
+bool Connection::fail(Code code, const std::string& text, const std::string& noted) {
     cut_off_ = true;
-    if (!proved()) note_refusal(code, text);
+    if (!proved()) note_refusal(code, noted.empty() ? text : noted);
     // Half an answer may stand behind the whole ones.
     queue_.truncate(whole_answers_);
     refuse(0, code, text);

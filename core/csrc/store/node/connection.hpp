@@ -29,7 +29,7 @@ class Connection final : public EventHandler {
    public:
     Connection(Server& server, Fd fd, uint64_t now_ms);
     // Over TCP: the listener has done the handshake.
-    Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool);
+    Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool, const Access& access);
     ~Connection() override;
     Connection(const Connection&) = delete;
 
@@ -42,6 +42,7 @@ class Connection final : public EventHandler {
     // Each returns false when the connection is over.
     bool greet();
     bool resume(uint64_t now_ms);  // what its parked frame waited for is here
+    bool check_key();              // that its tenant's key still stands
 
     int fd() const { return fd_.get(); }
     bool proved() const { return pool_ != nullptr; }
@@ -83,7 +84,8 @@ class Connection final : public EventHandler {
     bool handle(const FrameHeader& header, Reader body);
     bool on_auth(const FrameHeader& header, Reader body);
     bool on_auth_for_master(const FrameHeader& header, std::string_view tenant, const Range& range,
-                            const Mac& proof);
+                            const Mac& proof, const Access& access);
+    std::optional<Error> forbidden(Kind kind) const;
     bool on_open_space(const FrameHeader& header, Reader body);
     bool on_lease(const FrameHeader& header, Reader body);
     bool on_return(Reader body);
@@ -124,8 +126,9 @@ class Connection final : public EventHandler {
     uint32_t keep_within_shares(bool prefix, uint32_t width);
 
     bool refuse(uint64_t request_id, Code code,
-                const std::string& text);           // an ERROR frame; the connection goes on
-    bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
+                const std::string& text);  // an ERROR frame; the connection goes on
+    // An ERROR frame, then the end. noted: what the operator reads, where that is not the text.
+    bool fail(Code code, const std::string& text, const std::string& noted = {});
     bool malformed(const char* what);
     bool discard();
     uint64_t backlog() const { return queue_.backlog(); }
@@ -135,6 +138,7 @@ class Connection final : public EventHandler {
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
     Pool* pool_ = nullptr;
+    Access access_;
     Nonce nonce_;
     uint64_t since_ms_;
     uint64_t progress_ms_;

@@ -36,7 +36,7 @@ void OutgoingObjects::hold(Pool& pool, std::span<const HoldingRow> rows, const R
         if (entry.space != rows.front().space) continue;
         table.retain(row.slot);
         held_.push_back({row.slot, row.generation});
-        identity_ = pool.identity(entry.space);
+        identity_ = pool.unsalted_identity(entry.space);
         RetentionHints hints = table.hints(row.slot);
         // What is here now has outlived all removals of its range that the node has carried out, and those
         // that its put came after: a replacement may be newer than what the node was told of.

@@ -1,5 +1,7 @@
 #include "store/node/pool.hpp"
 
+#include <fcntl.h>
+
 #include <algorithm>
 
 #include "base/crc32c.hpp"
@@ -33,6 +35,12 @@ Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options, const Inc
     pool->table_ = std::make_unique<ObjectTable>(std::move(*index), pool->allocator_, pool->leases_);
     pool->table_->set_on_space_empty([p = pool.get()](uint32_t space) { p->close_if_unused(space); });
     return pool;
+}
+
+Result<Fd> Pool::arena_read_only_fd() const {
+    Fd fd(::open(("/proc/self/fd/" + std::to_string(arena_.fd())).c_str(), O_RDONLY | O_CLOEXEC));
+    if (!fd.valid()) return os_error("reopening the arena read-only");
+    return fd;
 }
 
 std::optional<Extent> Pool::lease(uint64_t min, uint64_t want) {
@@ -89,7 +97,7 @@ std::optional<Extent> Pool::open_lease(uint64_t min, uint64_t want, uint64_t ali
 
 std::optional<uint32_t> Pool::open_space(std::string_view name_space, std::string_view fingerprint,
                                          uint32_t limit) {
-    KeyHasher hasher(options_.tenant, name_space, fingerprint);
+    KeyHasher hasher(options_.tenant, name_space, fingerprint, options_.salt);
     auto it = space_ids_.find(hasher.identity());
     if (it == space_ids_.end()) {
         if (spaces() >= limit) return std::nullopt;

@@ -26,6 +26,7 @@ namespace moonpool {
 
 struct PoolOptions {
     std::string tenant = "default";
+    std::string salt{};  // of the hashes of its keys (store/shared/space.hpp); empty: none
     uint64_t arena_bytes = 0;
     // 0: one per KiB of arena, at least 4,096, up to 8 Mi, and beyond that one per 64 KiB. Their tables take
     // memory as they are used only.
@@ -56,6 +57,10 @@ class Pool {
     void set_on_space_closed(std::function<void(uint32_t space)> f) { on_space_closed_ = std::move(f); }
     Hash128 hash(uint32_t space, std::string_view name) const { return spaces_[space].hasher(name); }
     const std::string& identity(uint32_t space) const { return spaces_[space].hasher.identity(); }
+    // Always "tenant 0 namespace 0 fingerprint".
+    std::string unsalted_identity(uint32_t space) const {
+        return tenant() + identity(space).substr(identity(space).find('\0'));
+    }
     uint32_t find(uint32_t space, std::string_view name) const {
         return table_->find(space, hash(space, name), name);
     }
@@ -69,6 +74,7 @@ class Pool {
     ObjectTable& table() { return *table_; }
     const ObjectTable& table() const { return *table_; }
     const std::string& tenant() const { return options_.tenant; }
+    const std::string& salt() const { return options_.salt; }
     uint64_t slab_bytes() const { return options_.slab_bytes; }
     uint64_t object_bytes_max() const {
         return static_cast<uint64_t>(static_cast<double>(options_.arena_bytes) * options_.object_share);
@@ -77,6 +83,7 @@ class Pool {
     uint64_t free_bytes() const { return allocator_.free_bytes(); }
     uint64_t capacity() const { return allocator_.capacity(); }
     int arena_fd() const { return arena_.fd(); }
+    Result<Fd> arena_read_only_fd() const;
     const std::byte* data() const { return arena_.data(); }
     std::byte* writable() const { return arena_.writable(); }
 

@@ -66,6 +66,8 @@ class RelayClient final : public EventHandler {
     RelayTable::ClientId id() const { return id_; }
     int fd() const { return socket_.fd.get(); }
     bool welcomed() const { return welcomed_; }
+    const std::string& tenant() const { return tenant_; }
+    const Access& access() const { return access_; }
     const std::shared_ptr<RelayLink>& link() const { return link_; }
     // Each of these may end the connection.
     void welcome();
@@ -86,6 +88,8 @@ class RelayClient final : public EventHandler {
     ClosedInChildren closed_in_children_{socket_.fd};
     const RelayTable::ClientId id_;
     const std::shared_ptr<RelayLink> link_;
+    const std::string tenant_;
+    const Access access_;
     const Mac proof_;
     const uint64_t auth_id_;
     FrameReader in_;
@@ -165,6 +169,8 @@ RelayClient::RelayClient(Relay& relay, RelayCaller caller, RelayTable::ClientId 
       socket_{std::move(caller.fd), nullptr},
       id_(id),
       link_(std::move(link)),
+      tenant_(std::move(caller.tenant)),
+      access_(caller.access),
       proof_(caller.proof),
       auth_id_(caller.request_id),
       pace_(relay.options_.frames, begun_ms_) {}
@@ -215,7 +221,10 @@ bool RelayClient::on_frame(const FrameHeader& header, Reader body) {
         return last_words({Code::kProtocol, "a frame is no question to a master; the connection is closed"});
     }
     relay_.counters_.questions_total.fetch_add(1);
-    std::optional<Error> why = link_->ask({id_, header.request_id, head.kind}, head.wait_ms, body);
+    // The link asks as the node: what this process may ask is judged here.
+    std::optional<Error> why;
+    if (!access_.may_write() && changes_objects(head.kind, body)) why = may_not_write(access_, tenant_);
+    if (!why) why = link_->ask({id_, header.request_id, head.kind}, head.wait_ms, body);
     if (!why) return true;
     relay_.counters_.refused_total.fetch_add(1);
     write_error(out_.bytes, why->code, why->text, header.request_id);
@@ -633,7 +642,20 @@ void Relay::drop(RelayTable::ClientId id) {
     counters_.connections.fetch_sub(1);
 }
 
+// Processes whose tenant's key is no longer among the node's rows.
+void Relay::end_withdrawn() {
+    const uint64_t version = options_.tenants == nullptr ? 0 : options_.tenants->version();
+    if (std::exchange(tenants_seen_, version) == version) return;
+    std::vector<std::shared_ptr<RelayClient>> all;
+    for (auto& [id, client] : clients_) all.push_back(client);
+    for (const std::shared_ptr<RelayClient>& client : all) {
+        if (!options_.tenants->stands(client->tenant(), client->access()))
+            client->fail(key_withdrawn(client->tenant()));
+    }
+}
+
 void Relay::on_tick(uint64_t now_ms) {
+    end_withdrawn();
     for (auto& [key, link] : links_) link->check(now_ms);
 }
 

@@ -31,6 +31,7 @@
 #include "wire/auth.hpp"
 #include "wire/limits.hpp"
 #include "wire/secrets.hpp"
+#include "wire/tenant_keys.hpp"
 #include "wire/tls.hpp"
 
 namespace moonpool {
@@ -42,16 +43,19 @@ struct RelayOptions {
     std::shared_ptr<const TlsClient> tls;  // null: plain
     int timeout_ms = 500;                  // of the master, without progress; also of an attempt to connect
     RelayLimits limits{};
-    Limits frames{};  // of the processes' connections
+    Limits frames{};                                      // of the processes' connections
+    std::shared_ptr<const TenantKeys> tenants = nullptr;  // of the node; null: none
 };
 
-// A process that has proved the cluster token to the node's loop, and waits for the WELCOME.
+// A process that has proved the cluster token, or its tenant's key, to the node's loop, and waits for the
+// WELCOME.
 struct RelayCaller {
     Fd fd;
     std::string tenant;
     Range range{};  // of the shards, whose master it asks
     Mac proof{};    // the node's, which the WELCOME carries
     uint64_t request_id = 0;
+    Access access{};
 };
 
 struct RelayCounters {
@@ -86,6 +90,7 @@ class Relay {
     RelayClient* client(RelayTable::ClientId id);
     void drop(RelayTable::ClientId id);
     void on_tick(uint64_t now_ms);
+    void end_withdrawn();
 
     // Of the loop's thread, but for what says otherwise.
     RelayOptions options_;
@@ -95,6 +100,7 @@ class Relay {
     std::map<std::pair<std::string, uint32_t>, std::shared_ptr<RelayLink>> links_;  // by tenant and range
     std::unordered_map<RelayTable::ClientId, std::shared_ptr<RelayClient>> clients_;
     RelayTable::ClientId next_client_ = 1;
+    uint64_t tenants_seen_ = 0;  // version of the tenants' keys by which processes were looked at
 };
 
 }  // namespace moonpool

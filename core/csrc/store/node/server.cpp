@@ -152,7 +152,8 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     }
     if (o.listen.empty()) return server;
     // Bound here, so that a port in use is said before any memory is reserved.
-    ListenerOptions door{o.listen, o.token, server->incarnation_, o.limits, nullptr, server->journal_};
+    ListenerOptions door{o.listen,         o.token,  server->incarnation_, o.limits, nullptr,
+                         server->journal_, o.tenants};
     Result<std::unique_ptr<Listener>> listener = Listener::create(std::move(door));
     if (!listener) return listener.error();
     server->listener_ = std::move(*listener);
@@ -238,7 +239,7 @@ std::vector<std::string> Server::addresses() const {
 }
 
 // What a client must know of the node and of its tenant's pool; later versions append.
-void Server::write_welcome(Writer& w, Pool& pool) const {
+void Server::write_welcome(Writer& w, Pool& pool, const Access& access) const {
     // The sizes of the two mappings come first: a client of this host maps them by the descriptors that
     // travel with this frame.
     w.number(pool.arena_bytes());
@@ -253,8 +254,10 @@ void Server::write_welcome(Writer& w, Pool& pool) const {
     w.text16(options_.cluster.host_id);
     w.text16(options_.cluster.address);
     w.text16(options_.cluster.master);
-    w.number(kFeatures | (may_relay() ? kFeatureRelay : 0));
+    w.number(kFeatures | (may_relay() ? kFeatureRelay : 0) | (access.may_write() ? 0 : kFeatureReadOnly) |
+             (access.is_cluster ? 0 : kFeatureTenantKey));
     w.number(options_.cluster.clients_timeout_ms);
+    w.text16(pool.salt());
 }
 
 Server::~Server() {
@@ -306,6 +309,7 @@ Status Server::start() {
         RelayOptions to{cluster.master, options_.token, cluster.interface, cluster.tls,
                         static_cast<int>(cluster.clients_timeout_ms)};
         to.frames = options_.limits;
+        to.tenants = options_.tenants;
         Result<std::unique_ptr<Relay>> relay = Relay::create(std::move(to));
         if (!relay) return relay.error();
         relay_ = std::move(*relay);
@@ -325,7 +329,7 @@ Status Server::start() {
 
 Status Server::open_door() {
     if (listener_ == nullptr) return success();
-    auto welcome = [this](std::string_view tenant) -> Result<std::vector<std::byte>> {
+    auto welcome = [this](std::string_view tenant, const Access& access) -> Result<std::vector<std::byte>> {
         auto it = pools_.find(tenant);
         if (it == pools_.end()) {
             // On the listener's thread: pools_ does not change after create(), and write_welcome() reads
@@ -334,14 +338,15 @@ Status Server::open_door() {
         }
         std::vector<std::byte> body;
         Writer w(body);
-        write_welcome(w, *it->second);
+        write_welcome(w, *it->second, access);
         return body;
     };
     auto serve = [this](AuthenticatedConnection caller) {
         auto held = std::make_shared<AuthenticatedConnection>(std::move(caller));
         post([this, held] { adopt_remote(std::move(*held)); });
     };
-    listener_->offer(std::string(kServiceStore), Service{welcome, serve});
+    auto to_cluster = [welcome](std::string_view tenant) { return welcome(tenant, Access{}); };
+    listener_->offer(std::string(kServiceStore), Service{to_cluster, serve, welcome});
     return listener_->start();
 }
 
@@ -544,7 +549,8 @@ void Server::adopt_remote(AuthenticatedConnection caller) {
     // The listener has checked token and tenant, and has sent the welcome. Returning closes the socket.
     if (it == pools_.end() || !has_room(caller.fd.get(), true)) return;
     int key = caller.fd.get();
-    auto connection = std::make_shared<Connection>(*this, std::move(caller.fd), now_ms(), *it->second);
+    auto connection =
+        std::make_shared<Connection>(*this, std::move(caller.fd), now_ms(), *it->second, caller.access);
     if (!loop_->add(key, Connection::kFirstEvents, connection))
         return count(metrics_.connections_closed_total);
     connections_.emplace(key, std::move(connection));
@@ -578,6 +584,17 @@ void Server::drop(int fd, bool cut_off) {
     connections_.erase(it);
 }
 
+// Connections whose tenant's key is no longer among the rows.
+void Server::end_withdrawn() {
+    const uint64_t version = options_.tenants->version();
+    if (std::exchange(tenants_seen_, version) == version) return;
+    std::vector<std::shared_ptr<Connection>> all;
+    for (auto& [fd, connection] : connections_) all.push_back(connection);
+    for (const std::shared_ptr<Connection>& connection : all) {
+        if (!connection->check_key()) drop(connection->fd(), true);
+    }
+}
+
 // Every 100 ms on the loop. All parts are bounded: soft pins that end, the SSD tier's cleaning, and so many
 // bytes of scrubbing as the setting allows in this time.
 void Server::on_tick(uint64_t now) {
@@ -586,6 +603,7 @@ void Server::on_tick(uint64_t now) {
         pool->publish_free_bytes();
     }
     look_whether_to_relay();
+    end_withdrawn();
     if (ssd_ != nullptr) ssd_->on_tick();
     if (ssd_ != nullptr && now - ssd_looked_ms_ >= 1000) {
         ssd_looked_ms_ = now;

@@ -34,12 +34,14 @@
 #include "wire/limits.hpp"
 #include "wire/listener.hpp"
 #include "wire/secrets.hpp"
+#include "wire/tenant_keys.hpp"
 
 namespace moonpool {
 
 struct ServerOptions {
     std::string socket_path;  // empty: no socket, connections come by attach()
     Secrets token;
+    std::shared_ptr<TenantKeys> tenants = std::make_shared<TenantKeys>();  // keys beside the token
     std::vector<PoolOptions> pools;
     Limits limits;
     uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub
@@ -70,6 +72,8 @@ class Server {
     };
     Memory memory() const;
     Journal& journal() const { return *journal_; }
+    // The tenants' own keys, from now on. Connections by others end within a tick. Any thread.
+    void set_tenants(std::vector<TenantRow> rows) { options_.tenants->replace(std::move(rows)); }
 
     // One end of a fresh socket pair, already accepted: the way in for the process that embeds the node.
     Result<Fd> dial();
@@ -117,7 +121,8 @@ class Server {
     void adopt_remote(AuthenticatedConnection caller);
     bool has_room(int fd, bool remote);
     void save_all();
-    void write_welcome(Writer& w, Pool& pool) const;
+    void write_welcome(Writer& w, Pool& pool, const Access& access) const;
+    void end_withdrawn();
     using Connections = std::unordered_map<int, std::shared_ptr<Connection>>;
     std::optional<RelayCaller> take_relayed(Connections::iterator it);
     void drop(int fd, bool cut_off = false);
@@ -157,6 +162,7 @@ class Server {
     std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
     std::map<std::string, std::string> ssd_trouble_;  // of the loop: directory -> what was noted
     uint64_t ssd_looked_ms_ = 0;
+    uint64_t tenants_seen_ = 0;  // version of the tenants' keys by which connections were looked at
     ServiceThread reserve_thread_;
     std::unique_ptr<NodeMember> member_;
     std::unique_ptr<Relay> relay_;  // nullptr: none; made by start(), before the loop runs

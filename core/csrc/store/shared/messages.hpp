@@ -344,7 +344,9 @@ inline constexpr uint32_t kFeatureRemoveOne = 4;  // REMOVE of one generation
 inline constexpr uint32_t kFeatureVersions = 8;   // of COMMIT, PUT and REMOVE
 inline constexpr uint32_t kFeatureSizes = 16;     // of what exists, in the answers to COMMIT and PUT
 inline constexpr uint32_t kFeatureRelay = 32;     // it passes questions of its host's processes to its master
-// Of every node of this release; the relay is a setting.
+inline constexpr uint32_t kFeatureReadOnly = 64;  // this connection's key may not put or remove
+inline constexpr uint32_t kFeatureTenantKey = 128;  // it was opened by a tenant's key
+// Of every node of this release; the relay is a setting, and what a key may do is its row's.
 inline constexpr uint32_t kFeatures =
     kFeatureDescribe | kFeatureMarks | kFeatureRemoveOne | kFeatureVersions | kFeatureSizes;
 

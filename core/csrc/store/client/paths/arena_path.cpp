@@ -11,16 +11,20 @@ constexpr uint64_t kCommitHeadBytes = 64;  // of COMMIT, before its rows
 }  // namespace
 
 ArenaPath::ArenaPath(Session& session, const ClientOptions& options)
-    : session_(session), hash_(options.tenant, options.name_space, options.fingerprint) {}
+    : session_(session), hash_(options.tenant, options.name_space, options.fingerprint, session.salt()) {}
 
 Result<std::unique_ptr<BlockPath>> ArenaPath::open(Session& session, const ClientOptions& options) {
     SharedMemory memory;
     if (Status status = session.connect_here(options, memory); !status) return status.error();
     std::unique_ptr<ArenaPath> path(new ArenaPath(session, options));
-    Result<Mapping> arena = Mapping::map(memory.arena.get(), memory.arena_bytes, true);
+    // Mapped writable first, for the right to make single slabs writable again; read-only from here on. The
+    // descriptor of one that may only read allows no more.
+    const bool writes = !session.knows(kFeatureReadOnly);
+    Result<Mapping> arena = Mapping::map(memory.arena.get(), memory.arena_bytes, writes);
     if (!arena) return arena.error();
-    // Mapped writable first, for the right to make single slabs writable again; read-only from here on.
-    if (Status status = arena->protect(0, memory.arena_bytes, false); !status) return status.error();
+    if (writes) {
+        if (Status status = arena->protect(0, memory.arena_bytes, false); !status) return status.error();
+    }
     path->arena_fd_ = std::move(memory.arena);
     path->arena_ = std::move(*arena);
     Result<IndexReader> index =

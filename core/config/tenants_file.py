@@ -1,0 +1,166 @@
+"""The file of tenants (``cluster.tenants_file``): the keys by which their clients open nodes and masters.
+
+    [[tenants]]
+    name = "search"            # the tenant; it may have several rows, one for each role
+    role = "writer"            # reader, writer or admin
+    keys = ["3f9c..."]         # one, or two while one replaces the other; 16 to 1,024 visible ASCII letters
+    salt = "a591..."           # of the hashes of its keys; the same in all rows of the tenant; default: none
+
+    reader   looks up and reads
+    writer   also puts, replaces and removes by name
+    admin    also lists names, and removes by prefix or pattern
+
+Nodes and masters have the same file, of mode 0600. It has secrets: neither an error nor a log shows them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from collections.abc import Iterable
+from typing import Annotated, Literal, get_args
+
+import msgspec
+
+from moonpool.core.config.file_state import file_state
+from moonpool.core.errors import ConfigError
+
+TenantRole = Literal["reader", "writer", "admin"]
+ROLES: tuple[TenantRole, ...] = get_args(TenantRole)
+KEY_BYTES_MIN = 16  # one that is shorter can be guessed from one recorded handshake
+SETTING = "cluster.tenants_file"
+
+Key = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+\Z", max_length=1024)]
+
+
+class TenantRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One row. name: printable ASCII without white space, as node.tenants has it."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+\Z", max_length=255)]
+    role: TenantRole
+    keys: Annotated[tuple[Key, ...], msgspec.Meta(min_length=1, max_length=2)]
+    salt: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]*\Z", max_length=128)] = ""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    tenants: list[dict[str, object]] = []
+
+
+class TenantsFile:
+    """The rows of a file that is followed."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError, with the row at fault."""
+        self.path = path
+        self._seen = file_state(path)  # first: what changes while it is read is read again
+        self.rows = read_tenants(path)
+
+    def reread(self) -> bool:
+        """Reads the file where it is another one than before. Returns whether the rows are others now. Raises
+        ConfigError once for a file with an error; the rows stay as they are. A file that is gone is no
+        change."""
+        seen = file_state(self.path)
+        if not seen or seen == self._seen:
+            return False
+        self._seen = seen
+        rows = read_tenants(self.path)
+        changed = rows != self.rows
+        self.rows = rows
+        return changed
+
+
+def read_tenants(path: str) -> list[TenantRow]:
+    """The rows of a file. Raises ConfigError with the number and name of the row at fault, never a key."""
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read().decode()
+        if mode & 0o077:
+            raise _bad(f"{path} can be read by others (mode {mode:04o}); run: chmod 600 {path}")
+        table = msgspec.convert(tomllib.loads(text), _File)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise _bad(f"the tenants cannot be read from {path}: {reason}") from error
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise _bad(
+            f"{path} is no file of tenants, [[tenants]] with name, role and keys each: {error}"
+        ) from error
+    rows = [_row(path, number, row) for number, row in enumerate(table.tenants, 1)]
+    _check(path, rows)
+    return rows
+
+
+def salts_of(rows: Iterable[TenantRow]) -> dict[str, str]:
+    """The salt of each tenant that has one."""
+    return {row.name: row.salt for row in rows if row.salt}
+
+
+def native_rows(rows: Iterable[TenantRow]) -> list[tuple[str, str, list[str]]]:
+    """As the servers of the C++ core take them."""
+    return [(row.name, row.role, list(row.keys)) for row in rows]
+
+
+def tenants_text(rows: Iterable[TenantRow]) -> str:
+    """A file with those rows."""
+    lines = []
+    for row in rows:
+        keys = ", ".join(_quoted(key) for key in row.keys)
+        lines += ["[[tenants]]", f"name = {_quoted(row.name)}", f"role = {_quoted(row.role)}"]
+        lines += [f"keys = [{keys}]"] + ([f"salt = {_quoted(row.salt)}"] if row.salt else []) + [""]
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _row(path: str, number: int, given: dict[str, object]) -> TenantRow:
+    try:
+        row = msgspec.convert(given, TenantRow)
+    except msgspec.ValidationError as error:
+        raise _bad(f"row {number} ({given.get('name', 'without a name')}) of {path}: {error}") from error
+    for key in row.keys:
+        if len(key) < KEY_BYTES_MIN:
+            raise _bad(
+                f"row {number} ({row.name}) of {path} has a key of {len(key)} bytes: fewer than "
+                f"{KEY_BYTES_MIN} can be guessed; make one with: openssl rand -hex 32"
+            )
+    if row.salt and len(row.salt) < KEY_BYTES_MIN:
+        raise _bad(
+            f"row {number} ({row.name}) of {path} has a salt of {len(row.salt)} bytes: fewer than "
+            f"{KEY_BYTES_MIN} can be guessed; make one with: openssl rand -hex 32"
+        )
+    return row
+
+
+def _check(path: str, rows: list[TenantRow]) -> None:
+    keys: dict[str, int] = {}
+    salts: dict[str, tuple[int, str]] = {}
+    places: dict[tuple[str, str], int] = {}
+    owners: dict[str, tuple[int, str]] = {}
+    for number, row in enumerate(rows, 1):
+        for key in row.keys:
+            if key in keys:
+                raise _bad(
+                    f"rows {keys[key]} and {number} ({row.name}) of {path} have the same key; give each one"
+                )
+            keys[key] = number
+        before = places.setdefault((row.name, row.role), number)
+        if before != number:
+            raise _bad(
+                f"rows {before} and {number} of {path} are both the {row.role} of {row.name}; join them"
+            )
+        first, salt = salts.setdefault(row.name, (number, row.salt))
+        if salt != row.salt:
+            raise _bad(f"rows {first} and {number} of {path} have different salts; tenant {row.name} has one")
+        if row.salt:
+            first, owner = owners.setdefault(row.salt, (number, row.name))
+            if owner != row.name:
+                raise _bad(
+                    f"rows {first} and {number} of {path} are two tenants' with one salt; make another"
+                )
+
+
+def _bad(sentence: str) -> ConfigError:
+    return ConfigError(f"{SETTING}: {sentence}", operation="config", key=SETTING)

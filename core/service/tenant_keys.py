@@ -1,0 +1,66 @@
+"""The tenants' own keys, as a running node or master has them: read from ``cluster.tenants_file``, handed to
+the native server, and again where the file changes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from moonpool.core.config.tenants_file import TenantsFile, native_rows, salts_of
+from moonpool.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moonpool.core.config.config import Config
+
+FOLLOW_S = 1.0  # between two looks at the file
+
+
+class TakesTenants(Protocol):
+    """A native server whose services tenants' keys open."""
+
+    def set_tenants(self, rows: Sequence[tuple[str, str, Sequence[str]]]) -> None:
+        """(tenant, role, keys) of each row."""
+
+
+def tenants_of(config: Config) -> TenantsFile | None:
+    """The file that is configured, if any. Raises ConfigError."""
+    file = config.cluster.tenants_file
+    return TenantsFile(file) if file else None
+
+
+class TenantKeys:
+    """Follows the file until close(), on a thread of its own."""
+
+    def __init__(self, file: TenantsFile, server: TakesTenants, log: logging.Logger) -> None:
+        self._file = file
+        self._server = server
+        self._log = log
+        self._salts = salts_of(file.rows)  # as the server hashes with them until it ends
+        self._closed = threading.Event()
+        server.set_tenants(native_rows(file.rows))
+        self._thread = threading.Thread(target=self._follow, name="tenant-keys", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Returns when the server is not touched any more."""
+        self._closed.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._closed.wait(FOLLOW_S):
+            try:
+                if not self._file.reread():
+                    continue
+            except ConfigError as error:
+                self._log.error("%s; the tenants' keys from before are in use", error)
+                continue
+            rows = self._file.rows
+            self._server.set_tenants(native_rows(rows))
+            self._log.info("%d rows of tenants are in force", len(rows), extra={"event": "tenants"})
+            if salts_of(rows) != self._salts:
+                self._log.warning(
+                    "the file of tenants has other salts: they come into force with a restart, which has to "
+                    "be that of all nodes together"
+                )

@@ -1,0 +1,127 @@
+"""`moonpool tenants`: the keys of tenants (``cluster.tenants_file``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moonpool.cli.options import AsJson, ConfigFile, examples
+
+if TYPE_CHECKING:
+    from moonpool.core.config.tenants_file import TenantRow
+    from moonpool.core.errors import ConfigError
+
+File = Annotated[
+    Path | None, typer.Option("--file", help="The file of tenants; default: cluster.tenants_file.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the group ``tenants`` with its commands ``list`` and ``add``."""
+    group = typer.Typer(
+        help="Show the keys of tenants, or add one.",
+        no_args_is_help=True,
+        epilog=examples("moonpool tenants list", "moonpool tenants add search --role writer"),
+    )
+    group.command(name="list", epilog=examples("moonpool tenants list --file /etc/moonpool/tenants.toml"))(
+        list_rows
+    )
+    group.command(epilog=examples("moonpool tenants add search --role writer --key-file search.key"))(add)
+    app.add_typer(group, name="tenants")
+
+
+def list_rows(file: File = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Print the rows of the file, without their secrets."""
+    import json
+
+    from moonpool.core.config.tenants_file import read_tenants
+
+    rows = read_tenants(str(_file(file, config)))
+    if as_json:
+        shown = [
+            {"name": each.name, "role": each.role, "keys": len(each.keys), "salt": bool(each.salt)}
+            for each in rows
+        ]
+        print(json.dumps(shown, indent=2))
+        return
+    width = max((len(each.name) for each in rows), default=0)
+    for each in rows:
+        keys = "1 key" if len(each.keys) == 1 else f"{len(each.keys)} keys"
+        print(f"{each.name:{width}}  {each.role:6}  {keys:6}  {'salt' if each.salt else 'no salt'}")
+
+
+def add(
+    name: Annotated[str, typer.Argument(help="The tenant.")],
+    role: Annotated[str, typer.Option("--role", help="reader, writer or admin.")],
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key-file", help="A new file for the key; default: NAME-ROLE.key."),
+    ] = None,
+    no_salt: Annotated[
+        bool,
+        typer.Option("--no-salt", help="For a tenant that has objects already, which were put without one."),
+    ] = False,
+    file: File = None,
+    config: ConfigFile = None,
+) -> None:
+    """Add a row with a random key, and with a salt where it is the tenant's first; write the key to a file of
+    mode 0600, for the tenant's clients. Nodes and masters read the file again by themselves.
+    """
+    import secrets
+
+    from moonpool.core.config.paths import write_private
+    from moonpool.core.config.tenants_file import ROLES, read_tenants, tenants_text
+
+    tenants = _file(file, config)
+    key_file = key_file or Path(f"{name}-{role}.key")
+    if role not in ROLES:
+        raise _wrong(f"--role is {role!r}; it is one of {', '.join(ROLES)}")
+    if key_file.exists():
+        raise _wrong(f"{key_file} is there already; give another with --key-file")
+    rows = read_tenants(str(tenants)) if tenants.exists() else []
+    if any((each.name, each.role) == (name, role) for each in rows):
+        raise _wrong(
+            f"{tenants} has the {role} of {name} already; to replace its key, write a second one in its keys"
+        )
+    known = [each.salt for each in rows if each.name == name]
+    salt = known[0] if known else "" if no_salt else secrets.token_hex(16)
+    row = _row(name, role, secrets.token_hex(32), salt)
+    # What stands in the file stays as it is, with its comments.
+    before = tenants.read_text().rstrip("\n") + "\n\n" if tenants.exists() else ""
+    draft = tenants.with_name(f".{tenants.name}-{secrets.token_hex(4)}")
+    write_private(draft, (before + tenants_text([row])).encode())
+    try:
+        read_tenants(str(draft))
+        write_private(key_file, row.keys[0].encode() + b"\n")
+        draft.replace(tenants)
+    finally:
+        draft.unlink(missing_ok=True)
+    print(f"added the {role} of {name} to {tenants}; its clients need {key_file} (cluster.tenant_key_file)")
+
+
+def _row(name: str, role: str, key: str, salt: str) -> TenantRow:
+    import msgspec
+
+    from moonpool.core.config.tenants_file import TenantRow
+
+    try:
+        return msgspec.convert({"name": name, "role": role, "keys": [key], "salt": salt}, TenantRow)
+    except msgspec.ValidationError as error:
+        raise _wrong(f"{name!r} is no name of a tenant: {error}") from error
+
+
+def _file(given: Path | None, config: Path | None) -> Path:
+    from moonpool.core.config.config import load
+
+    file = given or load(config).cluster.tenants_file
+    if not file:
+        raise _wrong("there is no file of tenants; set cluster.tenants_file, or give --file")
+    return Path(file)
+
+
+def _wrong(sentence: str) -> ConfigError:
+    from moonpool.core.errors import ConfigError
+
+    return ConfigError(f"tenants: {sentence}", operation="config", key="cluster.tenants_file")
