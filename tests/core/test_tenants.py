@@ -16,16 +16,18 @@ from moonpool.core.config.tenants_file import (
     TenantRole,
     TenantRow,
     TenantsFile,
+    native_rows,
     read_tenants,
     tenants_text,
 )
 from moonpool.core.errors import AuthError, ConfigError, Error
+from moonpool.core.service.drain import Drain, DrainRequest
 from moonpool.core.service.tenant_keys import TenantKeys
 from moonpool.core.store.types import Presence
 from tests.token_file import TokenFile
 
 from .store_bed import MIB, TOKEN, until
-from .tenants_bed import ROWS, TenantsPool, hash_without_salt, row, secret
+from .tenants_bed import ROWS, SALTS, TenantsPool, hash_without_salt, row, secret
 from .wire_client import COMMIT, LEASE, ONE_WAY, REMOVE, Wire, commit, lease, remove
 
 WRONG = "no key of tenant"
@@ -266,6 +268,69 @@ def test_keys_of_one_tenant_share_large_objects(pool: TenantsPool) -> None:
         for each in (reader, trusted):
             until(lambda each=each: each.get("large") is not None)
             assert bytes(each.get("large")) == data
+
+
+def test_objects_of_a_tenant_with_a_salt_are_found_on_the_disk_again(tmp_path: Path) -> None:
+    def node(salts: dict[str, str]) -> _native.Server:
+        server = _native.Server(
+            str(tmp_path / "ssd.sock"),
+            [("a", 8 * MIB)],
+            TOKEN,
+            node_settings(),
+            ssd=[(str(tmp_path / "ssd"), 64 * MIB)],
+            salts=salts,
+        )
+        server.start()
+        return server
+
+    for salts, found in ((SALTS, None), (SALTS, b"bytes"), ({}, None)):
+        server = node(salts)
+        with Store(str(tmp_path / "ssd.sock"), tenant="a", token=TOKEN, timeout_s=20.0) as store:
+            value = store.get("key")
+            assert (None if value is None else bytes(value)) == found
+            if salts and found is None:
+                assert store.put("key", b"bytes")
+        server.stop()
+
+
+def test_a_drain_copies_objects_of_a_tenant_with_a_salt(pool: TenantsPool) -> None:
+    with (
+        pool.store("a", secret("a", "writer")) as one,
+        pool.store("a", secret("a", "reader"), "two") as two,
+    ):
+        assert one.put(["key", "other"], [b"of a", b"too"])
+
+        def client(tenant: str, namespace: str, fingerprint: bytes) -> _native.Client:
+            made = _native.Client(pool.place("one"), TOKEN, tenant, namespace, fingerprint, timeout_s=20.0)
+            made.connect()
+            return made
+
+        drain = Drain("one", pool.nodes["one"], client, DrainRequest())
+        drain.start()
+        until(lambda: not drain.is_running, 60.0)
+        assert drain.now().copied_objects == 2
+        pool.nodes.pop("one").stop()
+        until(lambda: two.get("key") is not None)
+        assert bytes(two.get("other")) == b"too"
+
+
+def test_a_key_opens_the_masters_of_all_ranges(tmp_path: Path) -> None:
+    masters = []
+    for index in range(2):
+        master = _native.MasterServer(["127.0.0.1:0"], TOKEN, master_settings(), range=(index, 2))
+        master.set_tenants(native_rows(ROWS))
+        master.start()
+        masters.append(master)
+    addresses = ";".join(master.addresses[0] for master in masters)
+    directory = _native.DirectoryClient(addresses, secret("a", "reader"), "a", timeout_s=10.0)
+    assert directory.members(True)[1] == []
+    directory.close()
+    directory = _native.DirectoryClient(addresses, secret("a", "reader"), "b", timeout_s=10.0)
+    with pytest.raises(AuthError, match=WRONG):
+        directory.members(True)
+    directory.close()
+    for master in masters:
+        master.stop()
 
 
 def test_the_file_is_followed(pool: TenantsPool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -227,6 +227,7 @@ std::optional<Error> Connection::forbidden(Kind kind) const {
 bool Connection::check_key() {
     if (!proved() || ended_ || server_.options_.tenants->stands(pool_->tenant(), access_)) return true;
     count(server_.metrics_.auth_failures_total);
+    unpark();  // what it waits for would be answered behind the end
     Error why = key_withdrawn(pool_->tenant());
     note_refusal(why.code, why.text);
     return fail(why.code, why.text);
