@@ -142,7 +142,12 @@ class AdminServer:
             self.address.host, self.address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         for family, kind, protocol, _, place in dict.fromkeys(found):
-            listening = socket.socket(family, kind, protocol)
+            try:
+                listening = socket.socket(family, kind, protocol)
+            except OSError as error:
+                if error.errno == errno.EAFNOSUPPORT and len(found) > 1:
+                    continue  # a kernel without IPv6
+                raise
             self._listeners.append(listening)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:

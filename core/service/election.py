@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 LEASE_S = 5.0
 LOOK_S = 0.25  # between two looks at the key
+ASKED_S = 0.05  # between two looks whether the standby asks for its owner's place
 TIMEOUT_S = 1.0  # of one look
 SAFE_SHARE = 0.6  # of its lease, for which an owner trusts that it was not given up
+GIVEN_S = 1.0  # in which the word of an owner that hands over arrives, behind the key
 
 _log = logging.getLogger("moonpool.master")
 
@@ -143,6 +145,9 @@ class Election:
         self._renewed_s = 0.0
         self._trouble = ""
         self.record: Record | None = None  # as of the last look
+        self._named_s = (
+            0.0  # since when the key names this master, which hears its owner still; 0: it does not
+        )
         self._thread = threading.Thread(target=self._run, name="mp-election", daemon=True)
 
     def start(self) -> None:
@@ -172,7 +177,13 @@ class Election:
                 self._say("")
             except Exception as error:  # of whatever kind: a master without etcd goes on, as long as it may
                 self._say(str(error))
-            self._stop.wait(LOOK_S)
+            self._pause()
+
+    def _pause(self) -> None:
+        """Until the next look: LOOK_S, or until the standby asks for this owner's place."""
+        for _ in range(round(LOOK_S / ASKED_S)):
+            if self._stop.wait(ASKED_S) or self._server.gives_to():
+                return
 
     def _say(self, trouble: str) -> None:
         if bool(trouble) != bool(self._trouble):
@@ -196,7 +207,13 @@ class Election:
     def _as_owner(self, read: Read, record: Record) -> None:
         server, ballot = self._server, self._ballot
         if server.role != "owner":
+            # A former owner that hands over tells more than the key.
+            now_s = time.monotonic()
+            self._named_s = (self._named_s or now_s) if server.hears_owner else 0.0
+            if self._named_s and now_s - self._named_s < GIVEN_S:
+                return
             server.take_over()
+        self._named_s = 0.0
         if heir := server.gives_to():
             return self._hand_over(read, record, Seat.of(heir))
         name, attached, whole, _ = server.standby()
@@ -207,7 +224,7 @@ class Election:
             wanted = None
         if wanted != record.standby and not ballot.write(read, structs.replace(record, standby=wanted)):
             return  # another look tells why
-        server.set_valid_for(None if wanted else SAFE_SHARE * ballot.lease_s - self._since_renewed_s())
+        server.set_valid_for(None if wanted else self._valid_s())
         if not attached:
             server.take_over()  # none takes over: it goes on alone
 
@@ -223,6 +240,9 @@ class Election:
 
     def _as_another(self, read: Read, record: Record) -> None:
         server, me = self._server, self._ballot.me
+        # Its owner may hand over at any time: then it orders as long as it may hold its lease.
+        server.set_valid_for(self._valid_s())
+        self._named_s = 0.0
         if server.role in ("owner", "superseded") or server.standby()[0] != record.owner.address:
             server.follow(record.owner.address)
         is_standby = record.standby is not None and record.standby.id == me.id
@@ -247,8 +267,9 @@ class Election:
         ballot = self._ballot
         if ballot.write(read, Record(term, ballot.me)):
             _log.warning("this master owns the directory, term %d", term)
-            self._server.set_valid_for(SAFE_SHARE * ballot.lease_s - self._since_renewed_s())
+            self._server.set_valid_for(self._valid_s())
             self._server.take_over()
 
-    def _since_renewed_s(self) -> float:
-        return time.monotonic() - self._renewed_s
+    def _valid_s(self) -> float:
+        """For so long no other master takes this one's lease for ended."""
+        return max(0.0, SAFE_SHARE * self._ballot.lease_s - (time.monotonic() - self._renewed_s))

@@ -184,7 +184,7 @@ class Master(ServiceProcess["_native.MasterServer"]):
         does not hand over; it goes on then. graceful: also where it is not there.
         """
         server = self.server
-        if graceful or (server.role == "standby" and server.standby()[1]):
+        if graceful or server.hears_owner:
             if server.role == "owner":
                 return False
             server.ask_hand_over(HAND_OVER_S)

@@ -31,8 +31,8 @@ _NEXT_RANK_S = 0.5  # for each further port of a bootstrap address, which may ha
 _PAGES_MAX = 16
 # Shortages of this process or host; they say nothing about the engine.
 _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-# Of the time of a check, for the one behind a late one: an engine that stands still is known by two of them,
-# and its requests leave it within 5 s.
+# Of the time of a check, for the one behind the first late one: an engine that stands still is known by two
+# of them, and its requests leave it within 5 s.
 LATE_SHARE = 0.5
 
 _log = logging.getLogger("moonpool.proxy")
@@ -61,7 +61,7 @@ class HealthChecker:
         self._short = False  # logged: checks cannot be made
         self._broke = False  # logged: a check raised
         self.first: asyncio.Future[None] = self._loop.create_future()
-        self._was_late = False
+        self._lates = 0  # in a row
 
     async def run(self) -> None:
         """Checks the engine every interval, until cancelled."""
@@ -84,15 +84,15 @@ class HealthChecker:
         connect_s = self._checks.timeout_s
         waits = self.first.done() if engine.waits is None else engine.waits
         timeout_s = max(connect_s, HEALTH_S) if waits else connect_s
-        if self._was_late and not waits:
+        if self._lates == 1 and not waits:
             timeout_s *= LATE_SHARE
-        self._was_late = False
+        lates, self._lates = self._lates, 0
         began = self._loop.time()
         try:
             async with asyncio.timeout(timeout_s):  # wait_for of 3.11 can swallow a cancellation
                 status, _, peer = await _get(engine.address, path, connect_s, key=engine.key)
         except TimeoutError:
-            self._was_late = True
+            self._lates = lates + 1
             took_s = timeout_s if self._loop.time() - began >= timeout_s else connect_s
             engine.answered_late(f"GET {path} was not answered within {took_s:g} s")
         except OSError as error:

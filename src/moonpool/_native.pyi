@@ -630,6 +630,11 @@ class MasterServer:
     def addresses(self) -> list[str]:
         ...
     @property
+    def hears_owner(self) -> bool:
+        """
+        Whether this standby is connected to its owner.
+        """
+    @property
     def incarnation(self) -> bytes:
         ...
     @property

@@ -146,7 +146,7 @@ void SimMaster::attach(LinkId id) {
 
 bool SimMaster::postpones(const Link& link, const Bytes& frame) const {
     if (link.kind != Caller::kClient || !pair_->hands_over()) return false;
-    if (pair_->is_given() || !link.postponed.empty()) return true;
+    if (pair_->is_given()) return true;
     if (header_of(frame).kind == Kind::kForget) return true;
     Reader body = body_of(frame);
     return header_of(frame).kind == Kind::kLocate && (LocateHead::read(body).flags & kLocateOrder) != 0;

@@ -97,10 +97,17 @@ class DirectoryClient::CallTimeout {
     // The call has done something else for so long, and may have waited for others, since its question went
     // out. Where that left no time, the answer has come, or stops coming soon.
     static void renew(DirectoryClient& client, Clock::duration since) NO_THREAD_SAFETY_ANALYSIS {
-        constexpr int kWaitMin = 20;
+        constexpr int kWaitMin = 100;
         const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(since).count();
         int ms = WaitBudget::within(client.waits_ms_ - static_cast<int>(std::min<int64_t>(took, INT_MAX)));
         ms = std::min(std::max(ms, kWaitMin), client.waits_ms_);
+        if (ms == client.waits_ms_) return;
+        client.waits_ms_ = ms;
+        set(client, ms);
+    }
+    // The answer is there: those that follow have their own time.
+    static void restore(DirectoryClient& client) NO_THREAD_SAFETY_ANALYSIS {
+        const int ms = std::max(WaitBudget::within(client.options_.timeout_ms), client.waits_ms_);
         if (ms == client.waits_ms_) return;
         client.waits_ms_ = ms;
         set(client, ms);
@@ -129,11 +136,16 @@ class DirectoryClient::Meanwhile {
         const auto begun = Clock::now();
         work_();
         CallTimeout::renew(client, Clock::now() - begun);
+        renewed_ = true;
+    }
+    // Behind the first answer.
+    void answered(DirectoryClient& client) {
+        if (std::exchange(renewed_, false)) CallTimeout::restore(client);
     }
 
    private:
     const std::function<void()>& work_;
-    bool done_ = false;
+    bool done_ = false, renewed_ = false;
 };
 
 DirectoryClient::DirectoryClient(DirectoryClientOptions options)
@@ -384,7 +396,7 @@ Error DirectoryClient::peer_failed(Error error) {
     if (!by_node && silent) return error;
     // A caller that had hardly any time left does not know that the node is silent.
     constexpr int kWaitMin = 100;
-    if (silent && waits_ms_ >= kWaitMin)
+    if (silent && waits_ms_ > kWaitMin)
         no_node_until_ms_ = now_ms() + static_cast<uint64_t>(options_.back_to_node_ms);
     again_ = true;
     dial_at_once();
@@ -519,6 +531,7 @@ Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes
             // The answers to the others would stand before those of the next call.
             return connected_ && sent > answered + 1 ? lost(status.error()) : status.error();
         }
+        if (meanwhile != nullptr) meanwhile->answered(*this);
         ++answered;
     }
     // One call with very many keys must not pin its buffer for the client's life.

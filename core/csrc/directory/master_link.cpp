@@ -163,6 +163,12 @@ bool MasterLink::postpones(const FrameHeader& header, Reader body) {
     return header.kind == Kind::kForget;
 }
 
+void MasterLink::refuse_hand_over(const Error& why) {
+    size_t at = begin_frame(out_, Kind::kHandOver, kFlagOneWay, 0);
+    write_error_body(Writer(out_), why.code, why.text);
+    finish_frame(out_, at);
+}
+
 bool MasterLink::go_on() {
     const uint64_t now = now_ms();
     std::deque<Postponed> frames = std::exchange(postponed_, {});
@@ -183,6 +189,10 @@ bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms)
         postponed_bytes_ += sizeof(frame) + bytes.size();
         return true;
     }
+    // Of a connection that has asked for all, and is still the one.
+    const bool of_standby = header.kind == Kind::kMirrored || header.kind == Kind::kHandOver;
+    if (kind_ == Caller::kStandby && of_standby && server_.standby_fd_ != socket_.fd.get())
+        return fail(Code::kProtocol, "this connection is not the standby's");
     std::optional<Timed> timed;
     if (LatencyHistogram* histogram = this->histogram(header.kind)) timed.emplace(*histogram);
     Status status = protocol_.on_frame(now_ms, header, body, out_);

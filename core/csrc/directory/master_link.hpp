@@ -43,6 +43,7 @@ class MasterLink final : public EventHandler {
     bool send() { return flush(); }
     // A hand-over ended with this master as the owner: answers what waited for it. False: as above.
     bool go_on();
+    void refuse_hand_over(const Error& why);        // of a standby; send() sends it
     bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
 
    private:

@@ -22,7 +22,7 @@ constexpr size_t kMirrorBytes = 1u << 20;  // of the records in one frame
 // ---- The owner
 
 MirrorHead Master::mirror_head(uint8_t flags) const {
-    return {.flags = flags,
+    return {.flags = static_cast<uint8_t>(flags | kMirrorGives),
             .first = first_,
             .newest = version_,
             .closed = closed_here(),

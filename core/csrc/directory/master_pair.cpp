@@ -8,7 +8,7 @@ namespace moonpool {
 namespace {
 
 constexpr uint64_t kHeartbeatMs = 100;  // a frame without records, so that the standby knows that it is alone
-constexpr uint64_t kClosingMs = 500;    // that what was begun has to come to its end
+constexpr uint64_t kClosingMs = 150;    // that what was begun has to come to its end; clients wait longer
 constexpr uint64_t kHandOverMs = 2000;  // until the frame that ends the hand-over has to be sent
 
 }  // namespace
@@ -38,6 +38,7 @@ bool MasterPair::serves(Caller caller) const {
 
 void MasterPair::attach(const Cut& cut) {
     ++attachment_;
+    hand_over_ = HandOver::kNone;
     told_closed_ = kNoVersion;
     master_.begin_mirror(cut);
 }

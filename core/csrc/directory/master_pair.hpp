@@ -17,7 +17,8 @@
 // Neither can tell a dead peer from a cut line. So an owner that has lost its standby orders no removals
 // before it is told that there is none (go_alone), or one is back; and a standby that has lost its owner
 // orders none before it is told to take over. Both answer lookups meanwhile: what the other one knows is no
-// newer.
+// newer, unless the line broke when the last frame of a hand-over was on its way. Then the former owner
+// answers until a node tells it of the later one.
 #pragma once
 
 #include <atomic>

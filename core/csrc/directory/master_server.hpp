@@ -102,6 +102,8 @@ class MasterServer {
     // A standby that knows all takes the place of its owner, which becomes its standby, without a removal
     // that fails. Any thread; waits for it, at most timeout_ms.
     Status ask_hand_over(uint32_t timeout_ms);
+    // A standby: its owner is there. Any thread.
+    bool hears_owner() const { return pair_.role() != MasterRole::kOwner && agent_->is_connected(); }
     // Of an owner that was elected: the name of the standby that it can hand over to now; empty: none asks.
     // The caller enters that one, and then calls give(), or keep(). False: it is too late, or the loop does
     // not answer; then follow() says what it is.
@@ -186,8 +188,9 @@ class MasterServer {
         return owner_;
     }
     bool standby_left_ = false;
-    std::string heir_;                 // where the standby is reached that it hands over to
-    std::unordered_set<int> holding_;  // links with answers that wait for its word
+    std::string heir_;                      // where the standby is reached that it hands over to
+    std::atomic<bool> owner_gives_{false};  // the owner knows how to hand over
+    std::unordered_set<int> holding_;       // links with answers that wait for its word
     uint64_t ticked_ms_ = 0;
     uint64_t tenants_seen_ = 0;  // version of the tenants' keys by which links were looked at
 

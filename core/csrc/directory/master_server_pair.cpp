@@ -45,7 +45,9 @@ std::optional<Error> MasterServer::attach_standby(MasterLink& link, const std::s
     }
     if (int before = std::exchange(standby_fd_, fd); before >= 0 && before != fd) drop(before);
     standby_name_ = name;
+    const bool handed_over = pair_.hands_over();  // over the former connection
     pair_.attach([&](uint8_t flags) { link.write_mirror(now_ms(), flags); });
+    if (handed_over) go_on_serving();
     journal_->note(Level::kInfo, "standby_attached", link.peer(), "the standby " + name + " asks for all");
     return std::nullopt;
 }
@@ -134,6 +136,10 @@ bool MasterServer::give_now(uint64_t now) {
     MasterLink* link = standby_link();
     link->write_mirror(now, pair_.frame_flags() | kMirrorYours);
     pair_.frame_of_hand_over_sent();
+    if (!options_.elected) {
+        MutexLock lock(owner_mutex_);
+        owner_ = heir_;  // that it follows, also where the word for the frame does not arrive
+    }
     if (!link->send()) drop(standby_fd_);
     for_each_client([](MasterLink& client) { return client.send(); });  // no more is read from them
     return true;
@@ -143,6 +149,10 @@ bool MasterServer::keep_now() {
     if (!pair_.keep()) return false;
     journal_->note(Level::kWarning, "hand_over_ended", heir_,
                    "the election did not enter the standby in time; this master stays the owner");
+    if (MasterLink* link = standby_link(); link != nullptr) {
+        link->refuse_hand_over({Code::kUnavailable, "the election did not enter this standby in time"});
+        if (!link->send()) drop(standby_fd_);
+    }
     go_on_serving();
     return true;
 }
@@ -168,10 +178,6 @@ void MasterServer::end_hand_over() {
     const Error why{Code::kUnavailable, "the master at " + heir_ + " owns the directory now"};
     journal_->note(Level::kInfo, "handed_over", heir_,
                    "the standby is the owner now, and this master follows");
-    if (!options_.elected) {
-        MutexLock lock(owner_mutex_);
-        owner_ = heir_;
-    }
     end_all(why);
 }
 
@@ -204,15 +210,21 @@ void MasterServer::settle_ask(Status how) {
 Status MasterServer::ask_hand_over(uint32_t timeout_ms) {
     if (pair_.role() != MasterRole::kStandby || !pair_.is_whole())
         return Error{Code::kUnavailable, "this master is no standby that knows all that its owner knows"};
+    if (!owner_gives_) {
+        return Error{Code::kUnavailable,
+                     "the owner at " + owner() +
+                         " is of the release before, which does not hand over: stop it, and "
+                         "ask again"};
+    }
     MutexLock lock(ask_mutex_);
     ask_ended_.reset();
     agent_->ask_hand_over(options_.advertise.empty() ? listener_->addresses().front() : options_.advertise);
     asked_.wait_for(lock, std::chrono::milliseconds(timeout_ms),
                     [&]() REQUIRES(ask_mutex_) { return ask_ended_.has_value(); });
     if (ask_ended_) return *ask_ended_;
-    return Error{Code::kTimeout, "the owner at " + owner() +
-                                     " did not hand over in time; it goes on, or its "
-                                     "standby is asked for again when it is lost"};
+    agent_->ask_hand_over("");
+    return Error{Code::kTimeout,
+                 "the owner at " + owner() + " did not hand over in time; ask again, also where it is lost"};
 }
 
 // ---- Both
@@ -290,7 +302,9 @@ bool MasterServer::follow_frame(const std::vector<std::byte>& frame) {
     const uint64_t now = now_ms();
     const Reader bytes{std::span<const std::byte>(frame)};
     Reader head = bytes;
-    const bool is_given = (MirrorHead::read(head).flags & kMirrorYours) != 0;
+    const uint8_t flags = MirrorHead::read(head).flags;
+    const bool is_given = (flags & kMirrorYours) != 0;
+    owner_gives_ = (flags & kMirrorGives) != 0;
     // The election may have told this master before its owner did.
     if (is_given && pair_.role() == MasterRole::kOwner) return true;
     const bool was_whole = pair_.is_whole();

@@ -25,6 +25,7 @@ namespace moonpool {
 inline constexpr uint8_t kMirrorBegins = 1;  // what the standby knew before is void
 inline constexpr uint8_t kMirrorWhole = 2;   // with this frame it knows all
 inline constexpr uint8_t kMirrorYours = 4;   // with this frame it is the owner, and the sender is not
+inline constexpr uint8_t kMirrorGives = 8;   // the owner knows HAND_OVER; one of the release before does not
 
 // At the begin of each MIRROR frame; its records follow.
 struct MirrorHead {

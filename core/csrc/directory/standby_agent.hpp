@@ -45,8 +45,10 @@ class StandbyAgent {
     StandbyAgent(const StandbyAgent&) = delete;
 
     Status start();
-    void stop();                                      // idempotent
-    void ask_hand_over(const std::string& address) {  // any thread; address: where this master is reached
+    void stop();  // idempotent
+    bool is_connected() const { return live_fd_ >= 0; }
+    // Any thread. address: where this master is reached; empty: it asks no more.
+    void ask_hand_over(const std::string& address) {
         MutexLock lock(mutex_);
         asks_for_ = address;
     }

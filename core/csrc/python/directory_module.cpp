@@ -180,6 +180,7 @@ class PyMasterServer {
         py::gil_scoped_acquire gil;
         unwrap(std::move(status), "promote");
     }
+    bool hears_owner() const { return server_->hears_owner(); }
     std::string gives_to() {
         py::gil_scoped_release nogil;
         return server_->gives_to();
@@ -391,6 +392,8 @@ void bind_directory(py::module_& m) {
         .def("ask_hand_over", &PyMasterServer::ask_hand_over, py::arg("timeout_s"),
              "A standby that knows all takes the place of its owner, which becomes its standby. Raises the "
              "owner's refusal, or Timeout.")
+        .def_property_readonly("hears_owner", &PyMasterServer::hears_owner,
+                               "Whether this standby is connected to its owner.")
         .def("gives_to", &PyMasterServer::gives_to,
              "Of an elected owner: the name of the standby that it can hand over to now; empty: none asks.")
         .def("give", &PyMasterServer::give,

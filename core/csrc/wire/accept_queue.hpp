@@ -1,4 +1,4 @@
-// AcceptQueue: accepts connections for a server that is slower than those who connect, such as one in Python.
+// AcceptQueue: accepts connections for a server that is slower than its callers, such as one in Python.
 // A thread accepts all that come, and keeps some for the server to take, one of each address in turn. Where
 // they are too many, the address that has most makes room with the one that waits longest: a flood of one
 // address costs the server no more than it takes, and another address waits for no place.
