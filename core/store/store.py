@@ -201,7 +201,8 @@ class Store:
     other.
     embedded:   bytes ("256MiB" or an int) of a node inside this process instead: nothing else to start, gone
     with it.
-    token:      the cluster token; None: the configured one, else the one beside the socket.
+    token:      the cluster token, or a key of the tenant; None: the configured one of these, else the token
+    beside the socket.
     tls:        how the pool's master is dialled (core.service.control_tls.control_client); None: as the
     environment says, else as the node wrote beside its socket, else in plain.
     timeout_s:  the longest wait without progress.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from moonpool import Store, _native
@@ -10,6 +11,7 @@ from moonpool.core.config.tenants_file import TenantRow, native_rows, salts_of
 from moonpool.core.store.keys import Space
 
 from .store_bed import MIB, TOKEN, until
+from .wire_client import AUTH, WELCOME, Wire, auth, mac, text16
 
 SALTS = {"a": "the-salt-of-tenant-a", "b": "the-salt-of-tenant-b"}
 
@@ -85,6 +87,18 @@ class TenantsPool:
             assert server.check_integrity()
             server.stop()
         self.master.stop()
+
+
+def to_master_by_node(path: str, tenant: bytes, key: bytes) -> Wire:
+    """A connection to a node's socket for questions to its master."""
+    wire = Wire.dial(path)
+    greeting = wire.receive().body
+    nonce = os.urandom(32)
+    proof = mac(b"client", key, greeting[:32], nonce, greeting[32:], tenant + b"\0directory")
+    wire.send(AUTH, auth(tenant, nonce, proof) + text16(b"directory"), request_id=1)
+    welcome = wire.receive()
+    assert welcome.kind == WELCOME, welcome
+    return wire
 
 
 def secret(tenant: str, role: str, number: int = 1) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +28,11 @@ from moonpool.core.store.types import Presence
 from tests.token_file import TokenFile
 
 from .store_bed import MIB, TOKEN, until
-from .tenants_bed import ROWS, SALTS, TenantsPool, hash_without_salt, row, secret
-from .wire_client import COMMIT, LEASE, ONE_WAY, REMOVE, Wire, commit, lease, remove
+from .tenants_bed import ROWS, SALTS, TenantsPool, hash_without_salt, row, secret, to_master_by_node
+from .wire_client import COMMIT, LEASE, ONE_WAY, RELAY, REMOVE, Wire, commit, lease, remove
 
 WRONG = "no key of tenant"
+LOCATE, PLACE, FORGET, ORDERED = 36, 37, 38, 41
 
 
 @pytest.fixture(params=["always", "never"])
@@ -155,6 +157,32 @@ def test_a_node_refuses_a_reader_that_asks_all_the_same(pool: TenantsPool) -> No
             assert wire.lookup([b"key"])[1] == 0  # the connection goes on
         wire.send(COMMIT, bodies[COMMIT], flags=ONE_WAY)
         assert "has the role reader" in wire.ended()[1]
+
+
+def test_a_node_passes_no_removal_of_a_reader_on(tmp_path: Path) -> None:
+    pool = TenantsPool(tmp_path, relay="always")
+    key = hash_without_salt("a", b"key")
+    questions = {
+        "order": struct.pack("<IB3xBBHI", 5000, LOCATE, 6, 0, 0, 1) + key,
+        "place": struct.pack("<IB3xQHBBHH", 5000, PLACE, 1, 1, 0, 0, 0, 0),
+        "forget": struct.pack("<IB3xIHH", 5000, FORGET, 1, 0, 0) + key,
+        "ordered": struct.pack("<IB3xQQIHH", 5000, ORDERED, 1, 1, 1, 0, 0) + key,
+    }
+    with to_master_by_node(pool.place("one"), b"a", secret("a", "reader")) as wire:
+        for body in questions.values():
+            wire.send(RELAY, body, request_id=7)
+            refused = wire.receive()
+            assert refused.request_id == 7
+            assert refused.error[0] == 2
+            assert 'the key of tenant "a" has the role reader' in refused.error[1]
+        wire.send(RELAY, struct.pack("<IB3xBBHI", 5000, LOCATE, 0, 0, 1, 1) + key, request_id=8)
+        assert wire.receive().kind == LOCATE
+    with to_master_by_node(pool.place("one"), b"a", secret("a", "writer")) as wire:
+        wire.send(RELAY, questions["forget"], request_id=9)
+        assert wire.receive().kind == FORGET
+        pool.set_rows([each for each in ROWS if each.name != "a"])
+        assert "withdrawn" in wire.ended()[1]
+    pool.close()
 
 
 @pytest.mark.parametrize("role", ROLES)
