@@ -17,14 +17,14 @@ std::span<const uint8_t> bytes_of(std::string_view text) {
 }  // namespace
 
 void TenantKeys::replace(std::vector<TenantRow> rows) {
-    auto made = std::make_shared<std::vector<Row>>();
+    auto made = std::make_shared<ByTenant>();
     for (TenantRow& row : rows) {
         std::vector<Key> keys;
         for (std::string& key : row.keys) {
             Mac digest = hmac_sha256(bytes_of("moonpool tenant key"), bytes_of(key));
             keys.push_back({std::move(key), digest});
         }
-        made->push_back({std::move(row.tenant), row.role, std::move(keys)});
+        (*made)[row.tenant].push_back({row.role, std::move(keys)});
     }
     MutexLock lock(mutex_);
     rows_ = std::move(made);
@@ -33,18 +33,21 @@ void TenantKeys::replace(std::vector<TenantRow> rows) {
 
 bool TenantKeys::stands(std::string_view tenant, const Access& access) const {
     if (access.is_cluster) return true;
-    for (const Row& row : *rows()) {
-        if (row.tenant != tenant || row.role != access.role) continue;
-        if (std::ranges::find(row.keys, access.key, &Key::digest) != row.keys.end()) return true;
-    }
-    return false;
+    const Rows all = rows();
+    auto own = all->find(tenant);
+    return own != all->end() && std::ranges::any_of(own->second, [&](const Row& row) {
+               return row.role == access.role &&
+                      std::ranges::find(row.keys, access.key, &Key::digest) != row.keys.end();
+           });
 }
 
 std::optional<TenantKeys::Found> TenantKeys::find(std::string_view mac, const Nonce& node_nonce,
                                                   const Nonce& client_nonce, const Incarnation& incarnation,
                                                   std::string_view tenant, std::string_view covered) const {
-    for (const Row& row : *rows()) {
-        if (row.tenant != tenant) continue;
+    const Rows all = rows();
+    auto own = all->find(tenant);
+    if (own == all->end()) return std::nullopt;
+    for (const Row& row : own->second) {
         for (const Key& key : row.keys) {
             Mac expected =
                 handshake_mac(Role::kClient, key.secret, node_nonce, client_nonce, incarnation, covered);
@@ -55,9 +58,7 @@ std::optional<TenantKeys::Found> TenantKeys::find(std::string_view mac, const No
     return std::nullopt;
 }
 
-bool TenantKeys::has(std::string_view tenant) const {
-    return std::ranges::any_of(*rows(), [&](const Row& row) { return row.tenant == tenant; });
-}
+bool TenantKeys::has(std::string_view tenant) const { return rows()->contains(tenant); }
 
 bool TenantKeys::empty() const { return rows()->empty(); }
 

@@ -8,6 +8,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,18 +54,19 @@ class TenantKeys {
         Mac digest;
     };
     struct Row {
-        std::string tenant;
         TenantRole role;
         std::vector<Key> keys;
     };
-    using Rows = std::shared_ptr<const std::vector<Row>>;
+    // By tenant: a pool may have thousands, and each of a server's connections is looked up when rows change.
+    using ByTenant = std::map<std::string, std::vector<Row>, std::less<>>;
+    using Rows = std::shared_ptr<const ByTenant>;
     Rows rows() const {
         MutexLock lock(mutex_);
         return rows_;
     }
 
     mutable Mutex mutex_;
-    Rows rows_ GUARDED_BY(mutex_) = std::make_shared<const std::vector<Row>>();
+    Rows rows_ GUARDED_BY(mutex_) = std::make_shared<const ByTenant>();
     std::atomic<uint64_t> version_{0};
 };
 
