@@ -16,6 +16,8 @@ import pytest
 from moonpool import _native
 from moonpool.connectors.vllm.messages import NOTHING, Load, Report, Step
 from moonpool.connectors.vllm.pd.consumer_worker import Ended
+from moonpool.connectors.vllm.pd.handover_worker import KvMemory
+from moonpool.connectors.vllm.pd.rank_pairs import Sizes
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Pull
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.connectors.weights import weights_digest
@@ -51,6 +53,25 @@ def test_handshake_tells_the_objects() -> None:
     assert half.handshake().columns == (Ranges(0, 0, 1, 0, 2), Ranges(0, 1, 1, 0, 2))
     second = worker_half(memory(1), node_at(FakePool()), rank=1, tp_size=2)
     assert second.handshake().columns == (Ranges(0, 1, 1, 0, 2),)
+
+
+def test_the_hand_over_knows_the_sizes_of_the_engine() -> None:
+    opened: list[KvMemory] = []
+    half = WorkerHalf(
+        engine_config(tp_size=2, workers=4, kv_heads=2),
+        ranks=lambda: (1, 1),
+        fingerprint=lambda layout, tensor: FINGERPRINT,
+        open_node=node_at(FakePool()),
+        log=LOG,
+        open_handover_worker=lambda memory, device: opened.append(memory),
+    )
+    kv = memory(1)
+    half.register({name: FakeTensor(kv[number], kv) for number, name in enumerate(GROUP)})
+    (given,) = opened
+    assert given.sizes == Sizes(kv_heads=2, tp_size=2, pp_size=2)
+    assert (given.rank, given.tp_rank, given.pp_rank) == (3, 1, 1)
+    layer_bytes = kv[0, 0].nbytes
+    assert given.held.layers == [[(number, layer_bytes) for number in range(len(GROUP))]]
 
 
 def test_a_worker_that_waits_for_its_weights_joins_late(tmp_path: Path, held: threading.Event) -> None:

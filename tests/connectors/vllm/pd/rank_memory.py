@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +14,21 @@ from moonpool.connectors.vllm.layout import all_rows, layers_of_columns, object_
 from moonpool.connectors.vllm.pd.copy_ranges import Held
 from tests.connectors.vllm.fakes import FakeTensor
 
-LAYERS = ("layers.0", "layers.1", "layers.2")
-BLOCKS, TOKENS, CONTENT = 12, 4, 3
-ALL_LAYERS = range(len(LAYERS))
 LAYOUTS = ("HND", "NHD", "gaps")
 
 Array = npt.NDArray[np.float32]
+
+
+class Shape(NamedTuple):
+    """Of a KV cache. content: numbers of a token and head."""
+
+    layers: int = 3
+    blocks: int = 12
+    tokens: int = 4
+    content: int = 3
+
+
+SMALL = Shape()
 
 
 @dataclass
@@ -37,10 +47,10 @@ class RankMemory:
     spans: tuple[tuple[int, int], ...]
 
 
-def model_kv(kv_heads: int, seed: int, blocks: int = BLOCKS) -> Array:
+def model_kv(kv_heads: int, seed: int, shape: Shape = SMALL) -> Array:
     """The KV of a whole model: [layer, block, head, token, content]."""
-    shape = (len(LAYERS), blocks, kv_heads, TOKENS, CONTENT)
-    return np.random.default_rng(seed).random(shape, np.float32)
+    layers, blocks, tokens, content = shape
+    return np.random.default_rng(seed).random((layers, blocks, kv_heads, tokens, content), np.float32)
 
 
 def rank_memory(
@@ -49,33 +59,36 @@ def rank_memory(
     rank: int,
     layout: str,
     *,
-    layers: range = ALL_LAYERS,
+    layers: range | None = None,
     content: Array | None = None,
-    blocks: int = BLOCKS,
+    shape: Shape = SMALL,
 ) -> RankMemory:
-    """The memory of one rank. layers: of its pipeline stage; content: KV of the whole model, None: noise."""
+    """The memory of one rank. layers: of its pipeline stage, None: all; content: KV of the whole model, None:
+    noise."""
+    layers = range(shape.layers) if layers is None else layers
     local = max(1, kv_heads // tp_size)
     first = first_head(kv_heads, local, rank, tp_size)
     heads = range(first, first + local)
     shapes: dict[str, Sequence[int]] = {
-        "HND": (len(layers), blocks, local, TOKENS, CONTENT),
-        "NHD": (len(layers), blocks, TOKENS, local, CONTENT),
-        "gaps": (blocks, len(layers), local, TOKENS + 1, CONTENT),  # all layers of a block, and padding
+        "HND": (len(layers), shape.blocks, local, shape.tokens, shape.content),
+        "NHD": (len(layers), shape.blocks, shape.tokens, local, shape.content),
+        # All layers of a block, and padding.
+        "gaps": (shape.blocks, len(layers), local, shape.tokens + 1, shape.content),
     }
     memory = np.random.default_rng(1000 + rank).random(shapes[layout], np.float32)
     views = {"HND": (0, 1, 2, 3, 4), "NHD": (0, 1, 3, 2, 4), "gaps": (1, 0, 2, 3, 4)}
-    kv = memory.transpose(views[layout])[:, :, :, :TOKENS]
+    kv = memory.transpose(views[layout])[:, :, :, : shape.tokens]
     if content is not None:
         kv[:] = content[layers.start : layers.stop, :, first : first + local]
-    caches = {LAYERS[number]: FakeTensor(kv[number - layers.start], memory) for number in layers}
-    read = read_layout(caches, (tuple(caches),), TOKENS)
+    caches = {f"layers.{number}": FakeTensor(kv[number - layers.start], memory) for number in layers}
+    read = read_layout(caches, (tuple(caches),), shape.tokens)
     columns = object_ranges(read, kv_heads=kv_heads, first_head=first)
     rows = all_rows(read, columns, first_head=first)
     held = Held(columns, rows, layers_of_columns(read, columns))
     return RankMemory(kv, memory, heads, layers, held, spans(caches))
 
 
-def layers_of_stage(stage: int, stages: int) -> range:
+def layers_of_stage(stage: int, stages: int, shape: Shape = SMALL) -> range:
     """The layers of one of so many pipeline stages."""
-    count = len(LAYERS)
+    count = shape.layers
     return range(stage * count // stages, (stage + 1) * count // stages)

@@ -18,9 +18,10 @@ from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Hold, Ope
 from moonpool.core.service.addresses import Address
 from tests.connectors.vllm.fakes import FINGERPRINT, LOG
 from tests.connectors.vllm.pd.rank_memory import (
-    BLOCKS,
+    SMALL,
     Array,
     RankMemory,
+    Shape,
     layers_of_stage,
     model_kv,
     rank_memory,
@@ -139,19 +140,17 @@ def engine(
     computed: bool = False,
     transports: list[str] | None = None,
     silence_s: float = 10.0,
-    blocks: int = BLOCKS,
+    shape: Shape = SMALL,
 ) -> Iterator[RankedEngine]:
     """computed: whether its memory has the KV of one model on all ranks, as a prefill engine's."""
-    whole = model_kv(heads, seed=1, blocks=blocks)
+    whole = model_kv(heads, seed=1, shape=shape)
     with ExitStack() as stack:
         made = RankedEngine(name, [], [], whole, tp_size)
         for rank in range(tp_size * pp_size):
             pp_rank, tp_rank = divmod(rank, tp_size)
             content = whole if computed else None
-            layers = layers_of_stage(pp_rank, pp_size)
-            memory = rank_memory(
-                heads, tp_size, tp_rank, layout, layers=layers, content=content, blocks=blocks
-            )
+            layers = layers_of_stage(pp_rank, pp_size, shape)
+            memory = rank_memory(heads, tp_size, tp_rank, layout, layers=layers, content=content, shape=shape)
             worker = HandoverWorker(
                 KvMemory(
                     engine_id=name,

@@ -86,7 +86,7 @@ def test_two_step() -> None:
 
     assert isinstance(offer, Offer)
     assert offer.blocks == (tuple(BLOCKS[:5]),)  # 17 tokens: decode computes the last one
-    assert (offer.tokens, offer.ranks) == (18, ("127.0.0.1:4000",))
+    assert (offer.tokens, offer.ranks, offer.tp_size) == (18, ("127.0.0.1:4000",), 1)
     assert (offer.lease, offer.slot) == (step.opens[0].lease, step.opens[0].slot)
     assert bed.pool.held() == BLOCKS[:5]
     assert bed.producer.has_work
