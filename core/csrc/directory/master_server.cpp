@@ -169,6 +169,8 @@ void MasterServer::note_limit(const char* what, const char* setting, const SoftL
 
 void MasterServer::adopt(AuthenticatedConnection caller, Caller kind) {
     if (!pair_.serves(kind)) return;  // it has become something else meanwhile
+    // The rows may have been replaced since its proof.
+    if (!options_.tenants->stands(caller.tenant, caller.access)) return;
     if (kind != Caller::kStandby && !has_room(caller, kind == Caller::kNode)) return;
     metrics_.connections_total.fetch_add(1);
     // The descriptor is the key: it is unique as long as the link that owns it is in the map.

@@ -1,5 +1,5 @@
-// The rows are written by pwrite(2): where the kernel has no memory for them, that is an error of the call,
-// and not a SIGBUS. Readers copy them word by word, as a seqlock asks for.
+// The rows are written behind a posix_fallocate(3): where the kernel has no memory for them, that is an error
+// of the call, and not a SIGBUS. Readers copy them word by word, as a seqlock asks for.
 #include "directory/members_file.hpp"
 
 #include <fcntl.h>
@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "base/crc32c.hpp"
+#include "memory/seal.hpp"
 
 namespace moonpool {
 
@@ -42,12 +44,12 @@ Result<MembersWriter> MembersWriter::create() {
     if (!writer.fd_.valid()) return os_error("memfd_create");
     const int fd = writer.fd_.get();
     if (::ftruncate(fd, static_cast<off_t>(kMembersFileBytes)) != 0) return os_error("ftruncate of a memfd");
-    if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
-        return os_error("sealing a memfd");
     if (int error = ::posix_fallocate(fd, 0, kPageBytes); error != 0)
         return os_error("reserving a page of a memfd", error);
-    Result<Mapping> mapping = Mapping::map(fd, kPageBytes, true);
+    Result<Mapping> mapping = Mapping::map(fd, kMembersFileBytes, true);
     if (!mapping) return mapping.error();
+    if (Status status = keep_private(fd); !status) return status.error();
+    if (Status status = seal_memory(fd, true); !status) return status.error();
     writer.mapping_ = std::move(*mapping);
     store_word(writer.mapping_.data(), kMembersMagic);
     return writer;
@@ -65,13 +67,14 @@ bool MembersWriter::publish(MembersHead head, std::optional<std::span<const std:
                      __ATOMIC_RELAXED);
     std::atomic_thread_fence(std::memory_order_release);
     bool fits = !rows || rows->size() <= kMembersFileBytes - kPageBytes;
-    size_t written = 0;
-    while (fits && rows && written < rows->size()) {
-        ssize_t n = ::pwrite(fd_.get(), rows->data() + written, rows->size() - written,
-                             static_cast<off_t>(kPageBytes + written));
-        if (n < 0 && errno == EINTR) continue;
-        fits = n > 0;
-        if (fits) written += static_cast<size_t>(n);
+    if (fits && rows && !rows->empty()) {
+        int error;
+        do {
+            error = ::posix_fallocate(fd_.get(), static_cast<off_t>(kPageBytes),
+                                      static_cast<off_t>(rows->size()));
+        } while (error == EINTR);
+        fits = error == 0;
+        if (fits) write_rows(*rows);
     }
     if (rows) {
         head.bytes = rows->size();
@@ -84,6 +87,16 @@ bool MembersWriter::publish(MembersHead head, std::optional<std::span<const std:
     seq_ += 2;
     write_head(head_, seq_);
     return fits;
+}
+
+// Word by word, as they are read. What is behind the last one is none of it.
+void MembersWriter::write_rows(std::span<const std::byte> rows) {
+    std::byte* to = mapping_.data() + kPageBytes;
+    for (size_t at = 0; at < rows.size(); at += sizeof(uint64_t)) {
+        uint64_t word = 0;
+        std::memcpy(&word, rows.data() + at, std::min(sizeof(word), rows.size() - at));
+        store_word(to + at, word);
+    }
 }
 
 void MembersWriter::withdraw() { (void)publish({}, std::span<const std::byte>{}); }

@@ -50,6 +50,7 @@ class MembersWriter {
     void withdraw();  // no process reads it any more, until the next publish()
 
    private:
+    void write_rows(std::span<const std::byte> rows);
     void write_head(const MembersHead& head, uint64_t seq);
 
     Fd fd_;

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "memory/seal.hpp"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -73,9 +75,8 @@ Result<Arena> Arena::create(const std::string& name, uint64_t bytes) {
     arena.fd_.reset(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!arena.fd_.valid()) return os_error("memfd_create");
     if (::ftruncate(arena.fd_.get(), static_cast<off_t>(bytes)) != 0) return os_error("ftruncate of a memfd");
-    if (::fcntl(arena.fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-        return os_error("sealing a memfd");
-    }
+    if (Status status = keep_private(arena.fd_.get()); !status) return status.error();
+    if (Status status = seal_memory(arena.fd_.get(), false); !status) return status.error();
     Result<Mapping> mapping = Mapping::map(arena.fd_.get(), bytes, true);
     if (!mapping) return mapping.error();
     arena.mapping_ = std::move(*mapping);

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "../memory_bed.hpp"
 #include "directory/members_file.hpp"
 
 using namespace moonpool;
@@ -87,6 +88,7 @@ TEST_CASE("a process of the host cannot write the members") {
     CHECK(::mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd->get(), 0) == MAP_FAILED);
     uint64_t word = 1;
     CHECK(::pwrite(fd->get(), &word, sizeof(word), 8) < 0);
+    testing::check_not_writable_again(*fd);
     CHECK(::ftruncate(fd->get(), 0) != 0);
 }
 

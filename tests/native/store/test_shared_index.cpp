@@ -10,12 +10,14 @@
 #include <thread>
 #include <vector>
 
+#include "../memory_bed.hpp"
 #include "../random.hpp"
 #include "memory/mapping.hpp"
 #include "store/shared/shared_index.hpp"
 #include "store/shared/space.hpp"
 
 using namespace moonpool;
+using moonpool::testing::check_not_writable_again;
 using moonpool::testing::Random;
 
 namespace {
@@ -25,6 +27,22 @@ const KeyHasher kHash("default", "default", "");
 std::string name_of(uint32_t key) { return "key-" + std::to_string(key); }
 
 }  // namespace
+
+// The node goes by it: a client that could write there could make the node do so.
+TEST_CASE("shared index: a descriptor to read opens no way to write") {
+    IndexWriter writer = std::move(*IndexWriter::create(100, random_incarnation()));
+    Fd fd = std::move(*writer.read_only_fd());
+    check_not_writable_again(fd);
+    writer.publish(3, 7, 0, kHash("a"), "a", {64, 10}, 99);  // the node still does
+}
+
+TEST_CASE("arena: its file is opened again by no other user") {
+    Result<Arena> arena = Arena::create("test", 1 << 20);
+    REQUIRE(arena);
+    struct stat what {};
+    REQUIRE(::fstat(arena->fd(), &what) == 0);
+    CHECK((what.st_mode & 0777) == 0400);
+}
 
 TEST_CASE("shared index: published, found, retracted, and found no more") {
     Incarnation life = random_incarnation();

@@ -608,6 +608,7 @@ void Relay::adopt(RelayCaller caller) {
 }
 
 void Relay::take(RelayCaller caller) {
+    if (options_.tenants != nullptr && !options_.tenants->stands(caller.tenant, caller.access)) return;
     const std::pair key(caller.tenant, caller.range.index);
     auto it = links_.find(key);
     if (it == links_.end()) {

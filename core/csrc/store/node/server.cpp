@@ -546,8 +546,11 @@ bool Server::has_room(int fd, bool remote) {
 
 void Server::adopt_remote(AuthenticatedConnection caller) {
     auto it = pools_.find(caller.tenant);
-    // The listener has checked token and tenant, and has sent the welcome. Returning closes the socket.
-    if (it == pools_.end() || !has_room(caller.fd.get(), true)) return;
+    // The listener has checked token and tenant, and has sent the welcome; the tenants' rows may have been
+    // replaced since. Returning closes the socket.
+    if (it == pools_.end() || !options_.tenants->stands(caller.tenant, caller.access) ||
+        !has_room(caller.fd.get(), true))
+        return;
     int key = caller.fd.get();
     auto connection =
         std::make_shared<Connection>(*this, std::move(caller.fd), now_ms(), *it->second, caller.access);

@@ -6,6 +6,8 @@
 #include <bit>
 #include <cstring>
 
+#include "memory/seal.hpp"
+
 namespace moonpool {
 
 namespace {
@@ -80,11 +82,11 @@ Result<IndexWriter> IndexWriter::create(uint32_t slots, const Incarnation& incar
     if (!writer.fd_.valid()) return os_error("memfd_create");
     if (::ftruncate(writer.fd_.get(), static_cast<off_t>(bytes)) != 0)
         return os_error("ftruncate of a memfd");
-    if (::fcntl(writer.fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-        return os_error("sealing a memfd");
-    }
     Result<Mapping> mapping = Mapping::map(writer.fd_.get(), bytes, true);
     if (!mapping) return mapping.error();
+    // The node itself goes by what stands there: no client may write to it.
+    if (Status status = keep_private(writer.fd_.get()); !status) return status.error();
+    if (Status status = seal_memory(writer.fd_.get(), true); !status) return status.error();
     IndexHeader header{kIndexMagic, slots, buckets_for(slots), incarnation, 0, 0, 0, 0, 0, {}};
     std::memcpy(mapping->data(), &header, sizeof(header));
     writer.slots_ = slots;
