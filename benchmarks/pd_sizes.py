@@ -3,9 +3,9 @@
     python -m benchmarks.pd_sizes [--quick] [--json FILE]
 
 No engine: the connector's workers of a prefill engine in one process and of a decode engine in another, over
-numpy memory in vLLM's layouts, 16 layers of 8 KV heads. A prompt is handed over in the two-step form; time: from
-when all decode workers may read until the last of them has all of its heads. Figures are medians. The other
-column is one worker to one in the same layouts, of which each byte is read once, too.
+numpy memory in vLLM's layouts, 16 layers of 8 KV heads. A prompt is handed over in the two-step form; time:
+from when all decode workers may read until the last of them has all of its heads. Figures are medians. The
+other column is one worker to one in the same layouts, where each byte is read once, too.
 """
 
 from __future__ import annotations
