@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import struct
 import threading
 from collections.abc import Iterator
@@ -157,6 +158,18 @@ def test_a_node_refuses_a_reader_that_asks_all_the_same(pool: TenantsPool) -> No
             assert wire.lookup([b"key"])[1] == 0  # the connection goes on
         wire.send(COMMIT, bodies[COMMIT], flags=ONE_WAY)
         assert "has the role reader" in wire.ended()[1]
+
+
+def test_a_reader_cannot_map_the_arena_writable(pool: TenantsPool) -> None:
+    for role, may in (("reader", False), ("writer", True)):
+        with Wire.open(pool.place("one"), secret("a", role), tenant=b"a") as wire:
+            arena = wire.descriptors[0]
+            mmap.mmap(arena, mmap.PAGESIZE, prot=mmap.PROT_READ).close()
+            if may:
+                mmap.mmap(arena, mmap.PAGESIZE).close()
+                continue
+            with pytest.raises(PermissionError):
+                mmap.mmap(arena, mmap.PAGESIZE)
 
 
 def test_a_node_passes_no_removal_of_a_reader_on(tmp_path: Path) -> None:
