@@ -41,14 +41,19 @@ class ConsumerWorker:
     """The requests whose KV comes from prefill engines, and the pieces to read next."""
 
     def __init__(
-        self, *, reply: str, silence_s: float, piece_blocks: int = PIECE_BLOCKS, block_bytes: int = 0
+        self,
+        *,
+        reply: str,
+        silence_s: float,
+        piece_blocks: int = PIECE_BLOCKS,
+        group_bytes: tuple[int, ...] = (),
     ) -> None:
         """reply: the address of this worker.
         silence_s: seconds without a word of the prefill engine after which a transfer has failed.
         piece_blocks: blocks that are read at once.
-        block_bytes: of a block here, which all parts together must give; 0: not all blocks are read whole.
+        group_bytes: of a block here, per KV cache group, which all parts together must give; (): not known.
         """
-        self._block_bytes = block_bytes
+        self._group_bytes = group_bytes
         self._reply = reply
         self._piece_blocks = piece_blocks
         self._silence_s = silence_s
@@ -185,11 +190,19 @@ class ConsumerWorker:
         return part.next_piece(incoming.pull, self._piece_blocks)
 
     def read(
-        self, piece: Piece, nbytes: int, error: str, now_s: float, *, is_lease_over: bool = False
+        self,
+        piece: Piece,
+        nbytes: int,
+        error: str,
+        now_s: float,
+        *,
+        group_bytes: tuple[int, ...] = (),
+        is_lease_over: bool = False,
     ) -> None:
         """A piece was read.
 
         error: why it could not be read, or "".
+        group_bytes: that are read of each block, per KV cache group.
         is_lease_over: whether the error is a lease that has ended. The prefill engine then sends more of a
             transfer (it was preempted and begins again) or ends it.
         """
@@ -197,7 +210,8 @@ class ConsumerWorker:
         part = None if incoming is None else incoming.parts.get(piece.key)
         if incoming is None or part is None:
             return
-        part.read(piece, nbytes, error, begins_again=is_lease_over and bool(incoming.transfer))
+        begins_again = is_lease_over and bool(incoming.transfer)
+        part.read(piece, nbytes, error, group_bytes, begins_again=begins_again)
         self._settle(incoming, part, now_s)
 
     def is_held(self, source: Source) -> bool:
@@ -332,6 +346,6 @@ class ConsumerWorker:
         else:
             good, seconds = incoming.good or 0, now_s - incoming.pulled_s
             error = incoming.error if good < incoming.pull.blocks else ""
-            if good and self._block_bytes not in (0, incoming.block_bytes):
+            if good and self._group_bytes not in ((), incoming.group_bytes):
                 good, error = 0, GAPS
             self._ended.append(Ended(incoming.pull, good, incoming.bytes, seconds, error))

@@ -114,6 +114,14 @@ def tables_of(pairs: Sequence[Pair]) -> tuple[Table, ...]:
     return tuple(map(Table, alike.values()))
 
 
+def bytes_of_groups(tables: Sequence[Table], groups: int) -> tuple[int, ...]:
+    """The bytes that are read of a block, per KV cache group."""
+    read = [0] * groups
+    for table in tables:
+        read[table.group] += int(table.length.sum())
+    return tuple(read)
+
+
 def needed_blocks(here: BlockIds, there: BlockIds) -> tuple[BlockIds, BlockIds]:
     """The blocks of each group without those that a sliding window here does not need. Raises Refused when
     the other engine does not have one that is needed."""

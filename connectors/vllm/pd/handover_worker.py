@@ -30,17 +30,18 @@ from moonpool.connectors.vllm.pd.consumer_worker import (
 from moonpool.connectors.vllm.pd.copy_ranges import (
     Held,
     Table,
+    bytes_of_groups,
     needed_blocks,
     pair_columns,
     ranges_of,
     tables_of,
 )
-from moonpool.connectors.vllm.pd.incoming import IncomingRequest, Piece
+from moonpool.connectors.vllm.pd.incoming import IncomingRequest, PartSource, Piece
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting, Offer
 from moonpool.connectors.vllm.pd.lease_table import SCRATCH, LeaseTable
 from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.peer_connection import PeerConnection, PeerConnections
-from moonpool.connectors.vllm.pd.peers import Met, Peer, PeerFinder
+from moonpool.connectors.vllm.pd.peers import Met, PeerFinder
 from moonpool.connectors.vllm.pd.producer_worker import Outbox, ProducerWorker
 from moonpool.connectors.vllm.pd.queued_forwards import QueuedForwards
 from moonpool.connectors.vllm.pd.rank_pairs import Sizes
@@ -119,9 +120,10 @@ class HandoverWorker:
         self._lock = threading.Lock()
         self._piece_ended = threading.Condition(self._lock)
         self._block_bytes = sum(row[2] for column in memory.held.rows for row in column)
-        self._tables: dict[int, tuple[Description, Peer, tuple[Table, ...]]] = {}
+        self._groups = 1 + max((column.group for column in memory.held.columns), default=-1)
+        # By the number of a connection, for its description: what each request reads over it.
+        self._tables: dict[int, tuple[Description, dict[PartSource, tuple[Table, ...]]]] = {}
         self._met: dict[Hashable, Met] = {}  # by the connection that asked the bootstrap page
-        self._peers: dict[Hashable, Peer] = {}  # of each connection that reads
         self._finder = PeerFinder(
             memory.sizes,
             tp_rank=memory.tp_rank,
@@ -160,11 +162,14 @@ class HandoverWorker:
             (PIECE_BLOCKS, PIECE_BYTES) if device is None else (DEVICE_PIECE_BLOCKS, DEVICE_PIECE_BYTES)
         )
         piece_blocks = min(blocks_max, max(1, bytes_max // self._block_bytes))
+        group_bytes = [0] * self._groups
+        for column, rows in zip(memory.held.columns, memory.held.rows, strict=True):
+            group_bytes[column.group] += sum(row[2] for row in rows)
         self._consumer = ConsumerWorker(
             reply=self.address,
             silence_s=silence_s,
             piece_blocks=piece_blocks,
-            block_bytes=0 if memory.has_windows else self._block_bytes,
+            group_bytes=tuple(group_bytes),
         )
         self._connections = PeerConnections(self._engine, self._connection_ended, clock=clock)
         self._heartbeat_s = min(HEARTBEAT_S, silence_s / 4)
@@ -306,12 +311,11 @@ class HandoverWorker:
         except (Refused, Unavailable) as error:
             self._consumer.fail(incoming, str(error), now_s)
 
-    def _meet(self, incoming: IncomingRequest, peers: Sequence[Peer], now_s: float) -> None:
+    def _meet(self, incoming: IncomingRequest, peers: Sequence[PartSource], now_s: float) -> None:
         """The workers that the KV of a request comes from are known. Raises Unavailable."""
         for peer in peers:
-            self._peers[peer.source.key] = peer
-            self._connections.get(peer.source.key, _always(peer.source.address), reads=True)
-        for key, want in self._consumer.meet(incoming, [peer.source for peer in peers], now_s):
+            self._connections.get(peer.key, _always(peer.address), reads=True)
+        for key, want in self._consumer.meet(incoming, peers, now_s):
             self._connections.send(key, want)
 
     def _connection_of(self, meeting: Meeting) -> PeerConnection:
@@ -342,7 +346,6 @@ class HandoverWorker:
         met = self._finder.of_page(meeting.engine_id, workers, key)
         with self._lock:
             self._met[key] = met
-            self._peers.update({peer.source.key: peer for peer in met.peers[:1]})
         return met.told[0]
 
     def _meet_found(self, incoming: IncomingRequest, meeting: Meeting) -> None:
@@ -380,9 +383,9 @@ class HandoverWorker:
                 why[: wire.WHY_MAX],
                 self.address,
                 incoming.hold.taker,
-                peer.source.readers,
+                peer.readers,
             )
-            self._send([(peer.source.address, done)])
+            self._send([(peer.address, done)])
 
     def _send_done(self, met: Met, done: Done) -> None:
         self._send([(place, done) for place in met.told])
@@ -415,8 +418,9 @@ class HandoverWorker:
             if piece is None:
                 return
             nbytes, error, is_lease_over = 0, "it could not be read", False
+            group_bytes: tuple[int, ...] = ()
             try:
-                nbytes = self._read_piece(connection, piece, scratch)
+                nbytes, group_bytes = self._read_piece(connection, piece, scratch)
                 error = ""
             except Refused as refusal:
                 error, is_lease_over = str(refusal), isinstance(refusal, LeaseOver)
@@ -427,7 +431,14 @@ class HandoverWorker:
                 if error:
                     self._engine.wait_for_abandoned_copies()
                 with self._lock:
-                    self._consumer.read(piece, nbytes, error, self._clock(), is_lease_over=is_lease_over)
+                    self._consumer.read(
+                        piece,
+                        nbytes,
+                        error,
+                        self._clock(),
+                        group_bytes=group_bytes,
+                        is_lease_over=is_lease_over,
+                    )
                     self._piece_ended.notify_all()
             between()
 
@@ -443,12 +454,14 @@ class HandoverWorker:
         with self._lock:
             self._piece_ended.wait_for(lambda: not self._consumer.is_read(request_id), LAST_PIECE_S)
 
-    def _read_piece(self, connection: PeerConnection, piece: Piece, scratch: int) -> int:
-        """The bytes that were read and valid. Raises LeaseOver when they may not be, Refused when they cannot
-        be ours."""
+    def _read_piece(
+        self, connection: PeerConnection, piece: Piece, scratch: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """The bytes that were read and valid, and the bytes of a block, per group. Raises LeaseOver when they
+        may not be, Refused when they cannot be ours."""
         description = connection.description
         assert description is not None
-        tables = self._tables_with(connection, description)
+        tables = self._tables_with(connection, description, piece.source)
         if len(piece.there) != len(piece.here) or piece.slot >= description.slot_count:
             raise Refused("the prefill engine's blocks are not of our KV cache groups")
         self._await_use(piece.request_id)
@@ -463,7 +476,7 @@ class HandoverWorker:
         self._engine.read(connection.segment, word, description.slots + 8 * piece.slot, 8)
         if self._lease_table.scratch(scratch) != piece.lease:
             raise LeaseOver("the prefill engine gave the blocks away before they were read")
-        return nbytes
+        return nbytes, bytes_of_groups(tables, self._groups)
 
     def _await_use(self, request_id: str) -> None:
         """Waits until the device has ended what was queued on the blocks of a pull before its step. Raises
@@ -477,14 +490,16 @@ class HandoverWorker:
             if self._closing:
                 raise Refused("this engine is closed")
 
-    def _tables_with(self, connection: PeerConnection, description: Description) -> tuple[Table, ...]:
-        """What to read over a connection. Raises Refused for memory that does not go together with ours."""
-        peer = self._peers.get(connection.key)
-        if peer is None:
-            raise Refused("the connection to the prefill engine has ended")
+    def _tables_with(
+        self, connection: PeerConnection, description: Description, source: PartSource
+    ) -> tuple[Table, ...]:
+        """What a request reads over a connection. Raises Refused for memory that does not go together with
+        ours."""
         known = self._tables.get(connection.number)
-        if known is not None and known[0] is description and known[1] == peer:
-            return known[2]
+        if known is None or known[0] is not description:
+            known = self._tables[connection.number] = (description, {})
+        if source in known[1]:
+            return known[1][source]
         memory = self._memory
         key_engine = connection.key[0] if isinstance(connection.key, tuple) else ""
         if description.engine_id != key_engine:
@@ -496,19 +511,18 @@ class HandoverWorker:
                 f"the prefill engine serves another model, other weights, or KV of another form: its "
                 f"fingerprint is {description.fingerprint.hex()[:16]}, ours {memory.fingerprint.hex()[:16]}"
             )
-        if not description.counts_readers and (peer.source.readers > 1 or peer.cuts_layers):
+        if not description.counts_readers and (source.readers > 1 or source.cuts_layers):
             raise Refused(OLDER)
         there = Held(description.ranges, description.rows, description.layers)
-        pairs = pair_columns(peer.share, memory.held, there, cuts_layers=peer.cuts_layers)
+        pairs = pair_columns(source.share, memory.held, there, cuts_layers=source.cuts_layers)
         tables = tables_of(pairs)
-        self._tables[connection.number] = (description, peer, tables)
+        known[1][source] = tables
         return tables
 
     def _connection_ended(self, connection: PeerConnection, why: str) -> None:
         with self._lock:
             self._connections.forget(connection, why)
             self._met.pop(connection.key, None)
-            self._peers.pop(connection.key, None)
             if not self._closing:
                 self._consumer.fail_connection(connection.key, why or "the line was closed", self._clock())
                 self._tell()

@@ -14,36 +14,45 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds, slice_blocks
+from moonpool.connectors.vllm.pd.rank_pairs import ALL_HEADS, Share
 from moonpool.connectors.vllm.pd.step_plan import Hold, Pull
 from moonpool.connectors.vllm.pd.wire import Progress
+
+UNEVEN = "the prefill engine's worker gave other heads or layers in one piece than in another"
 
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """One worker of a prefill engine.
+    """One worker of a prefill engine, and what a request takes of it. Two requests may take different shares
+    over one connection: each belongs to what its own offer or page says of the engine.
 
     key: of the connection to it.
     address: by which its messages tell it from the engine's other workers.
     readers: workers of this decode engine that take a prompt from it.
+    share: the heads that are read.
+    cuts_layers: whether one of the two engines has pipeline stages, and the other has not.
     """
 
     key: Hashable
     address: str
     readers: int = 1
+    share: Share = ALL_HEADS
+    cuts_layers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Blocks to read next, at one prefill worker and here, under a lease.
 
-    key: connection to the prefill worker.
+    source: the prefill worker, and what is read of its blocks.
     start: index in the pull of the first of them.
     """
 
     request_id: str
-    key: Hashable
+    source: PartSource
     start: int
     lease: int
     slot: int
@@ -54,6 +63,11 @@ class Piece:
     def blocks(self) -> int:
         """Blocks of the piece."""
         return len(self.here[0])
+
+    @property
+    def key(self) -> Hashable:
+        """The connection to the prefill worker."""
+        return self.source.key
 
 
 @dataclass(slots=True)
@@ -69,7 +83,7 @@ class IncomingPart:
     claimed: leading blocks of the pull that were given to readers.
     arrived: pieces behind a gap, first block -> end.
     again: pieces to be read once more, as (first block, end).
-    bytes: that were read, block_bytes: of each block. reading: pieces under way.
+    bytes: that were read, group_bytes: of each block, per KV cache group. reading: pieces under way.
     error: why nothing more comes, or "".
     is_private: whether ``error`` concerns this engine alone, so that the prefill worker is not told.
     is_gone: whether the prefill worker itself ended the transfer.
@@ -87,7 +101,7 @@ class IncomingPart:
     arrived: dict[int, int] = field(default_factory=dict)
     again: list[tuple[int, int]] = field(default_factory=list)
     bytes: int = 0
-    block_bytes: int = 0
+    group_bytes: tuple[int, ...] = ()
     reading: int = 0
     error: str = ""
     is_private: bool = False
@@ -129,7 +143,7 @@ class IncomingPart:
         self.reading += 1
         return Piece(
             pull.request_id,
-            self.source.key,
+            self.source,
             start,
             self.lease,
             self.slot,
@@ -137,19 +151,24 @@ class IncomingPart:
             slice_blocks(pull.block_ids, start, stop),
         )
 
-    def read(self, piece: Piece, nbytes: int, error: str, *, begins_again: bool) -> None:
+    def read(
+        self, piece: Piece, nbytes: int, error: str, group_bytes: tuple[int, ...], *, begins_again: bool
+    ) -> None:
         """A piece was read. It counts unless the lease was replaced meanwhile.
 
         error: why it could not be read, or "".
+        group_bytes: of each of its blocks, per KV cache group; the same in each piece.
         begins_again: whether the error is a lease that has ended, after which more may come.
         """
         self.reading -= 1
-        if not error:
+        if not error and self.group_bytes not in ((), group_bytes):
+            self.error = self.error or UNEVEN
+        elif not error:
             self.arrived[piece.start] = piece.start + piece.blocks
             while self.good in self.arrived:
                 self.good = self.arrived.pop(self.good)
             self.bytes += nbytes
-            self.block_bytes = nbytes // piece.blocks
+            self.group_bytes = group_bytes
         elif self.lease != piece.lease or begins_again:
             self.again.append((piece.start, piece.start + piece.blocks))
             if self.lease == piece.lease:
@@ -170,7 +189,7 @@ class IncomingRequest:
     is_met: whether the prefill engine's workers are known.
     pull: the local blocks, once there is room; pulled_s: when.
     good: leading blocks that the parts that ended have.
-    bytes: that they read, block_bytes: of each block.
+    bytes: that they read, group_bytes: of each block, per KV cache group.
     error: why they do not have all, or "".
     """
 
@@ -184,7 +203,7 @@ class IncomingRequest:
     pulled_s: float = 0.0
     good: int | None = None
     bytes: int = 0
-    block_bytes: int = 0
+    group_bytes: tuple[int, ...] = ()
     error: str = ""
 
     @property
@@ -204,5 +223,6 @@ class IncomingRequest:
         del self.parts[part.source.key]
         self.good = part.good if self.good is None else min(self.good, part.good)
         self.bytes += part.bytes
-        self.block_bytes += part.block_bytes
+        pairs = zip_longest(self.group_bytes, part.group_bytes, fillvalue=0)
+        self.group_bytes = tuple(ours + theirs for ours, theirs in pairs)
         self.error = self.error or part.error

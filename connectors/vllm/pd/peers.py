@@ -9,20 +9,8 @@ from dataclasses import dataclass, replace
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pd.incoming import PartSource
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer
-from moonpool.connectors.vllm.pd.rank_pairs import Share, Sizes, prefill_sizes, shares_of, stages_of
+from moonpool.connectors.vllm.pd.rank_pairs import Sizes, prefill_sizes, shares_of, stages_of
 from moonpool.core.store.keys import Ranges
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One worker of a prefill engine, and what this one takes of it.
-
-    cuts_layers: whether one of the two engines has pipeline stages, and the other has not.
-    """
-
-    source: PartSource
-    share: Share
-    cuts_layers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +22,14 @@ class Met:
     refusal: why this worker takes nothing from them, or "".
     """
 
-    peers: tuple[Peer, ...]
+    peers: tuple[PartSource, ...]
     addresses: tuple[str, ...]
     refusal: str = ""
 
     @property
     def told(self) -> tuple[str, ...]:
         """Addresses of those that this worker tells that a prompt is not taken."""
-        return tuple(peer.source.address for peer in self.peers) or self.addresses
+        return tuple(peer.address for peer in self.peers) or self.addresses
 
 
 class PeerFinder:
@@ -67,7 +55,7 @@ class PeerFinder:
         self._columns = columns
         self._has_windows = has_windows
 
-    def of_offer(self, offer: Offer) -> tuple[Peer, ...]:
+    def of_offer(self, offer: Offer) -> tuple[PartSource, ...]:
         """Raises Refused for an engine whose sizes do not go together with this one's."""
         workers, engine = len(offer.ranks), offer.engine_id
         theirs = prefill_sizes(self._sizes, workers=workers, tp_size=offer.tp_size, engine=engine)
@@ -87,9 +75,11 @@ class PeerFinder:
             first, *rest = self._peers(theirs, workers, engine)
         except Refused as refusal:
             return Met((), addresses, str(refusal))
-        return Met((replace(first, source=replace(first.source, key=key)), *rest), addresses)
+        return Met((replace(first, key=key), *rest), addresses)
 
-    def _peers(self, theirs: Sizes, places: Mapping[tuple[int, int], str], engine: str) -> tuple[Peer, ...]:
+    def _peers(
+        self, theirs: Sizes, places: Mapping[tuple[int, int], str], engine: str
+    ) -> tuple[PartSource, ...]:
         """places: (tensor rank, pipeline rank) -> address."""
         shares = shares_of(theirs.kv_heads, theirs.tp_size, self._sizes.tp_size, self._tp_rank)
         stages, readers = stages_of(theirs, self._sizes, self._pp_rank)
@@ -107,7 +97,7 @@ class PeerFinder:
         if any((share.tp_rank, stage) not in places for share in shares for stage in stages):
             raise Refused(f"the prefill engine {engine} names some of its workers only")
         return tuple(
-            Peer(PartSource((engine, place), place, share.readers * readers), share, cuts_layers)
+            PartSource((engine, place), place, share.readers * readers, share, cuts_layers)
             for stage in stages
             for share in shares
             for place in [places[share.tp_rank, stage]]

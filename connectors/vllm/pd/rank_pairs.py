@@ -62,6 +62,9 @@ class Share:
         )
 
 
+ALL_HEADS = Share(0, 0, 1 << 32, 1)
+
+
 def prefill_sizes(sizes: Sizes, *, workers: int, tp_size: int, engine: str) -> Sizes:
     """The sizes of a prefill engine of so many workers, from which a decode engine of ``sizes`` can take
     prompts. Raises Refused when it cannot.

@@ -141,8 +141,10 @@ def engine(
     transports: list[str] | None = None,
     silence_s: float = 10.0,
     shape: Shape = SMALL,
+    has_windows: bool = False,
 ) -> Iterator[RankedEngine]:
-    """computed: whether its memory has the KV of one model on all ranks, as a prefill engine's."""
+    """computed: whether its memory has the KV of one model on all ranks, as a prefill engine's.
+    has_windows: as KvMemory's."""
     whole = model_kv(heads, seed=1, shape=shape)
     with ExitStack() as stack:
         made = RankedEngine(name, [], [], whole, tp_size)
@@ -161,6 +163,7 @@ def engine(
                     rank=rank,
                     tp_rank=tp_rank,
                     pp_rank=pp_rank,
+                    has_windows=has_windows,
                 ),
                 listen="127.0.0.1:0",
                 transports=transports,

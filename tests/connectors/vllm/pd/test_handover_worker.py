@@ -462,7 +462,7 @@ def test_signs_of_life_go_out_while_a_long_read_lasts() -> None:
         pieces, read_piece, tick = [], handover_worker._read_piece, handover_worker._tick
         ticked = threading.Event()
 
-        def slow(line: PeerConnection, piece: Piece, scratch: int) -> int:
+        def slow(line: PeerConnection, piece: Piece, scratch: int) -> tuple[int, tuple[int, ...]]:
             """As long as it takes until the next sign is due; the last one until it has arrived."""
             ticked.clear()
             assert ticked.wait(DEADLINE_S)

@@ -156,28 +156,30 @@ class TestPeers:
     def test_of_an_offer(self) -> None:
         """By pipeline stage, then by rank."""
         two = self.finder(4, 1, 0, stages=2, stage=1)
-        found = [peer.source for peer in two.of_offer(offer("a", "b", "c", "d"))]
-        assert found == [PartSource(("P", "c"), "c", 1), PartSource(("P", "d"), "d", 1)]
+        assert two.of_offer(offer("a", "b", "c", "d")) == (
+            PartSource(("P", "c"), "c", 1, Share(0, 0, 2, 1)),
+            PartSource(("P", "d"), "d", 1, Share(1, 2, 2, 1)),
+        )
         four = self.finder(4, 4, 3)
-        assert [peer.source for peer in four.of_offer(offer("a", "b"))] == [PartSource(("P", "b"), "b", 2)]
+        assert four.of_offer(offer("a", "b")) == (PartSource(("P", "b"), "b", 2, Share(1, 3, 1, 2)),)
 
     def test_of_stages(self) -> None:
         """Of prefill, or of decode: each worker of prefill has as many readers as there are stages."""
         one = self.finder(4, 1, 0)
-        found = [peer.source for peer in one.of_offer(offer("a", "b", "c", "d", tp_size=2))]
+        found = one.of_offer(offer("a", "b", "c", "d", tp_size=2))
         assert [(source.address, source.readers) for source in found] == [(each, 1) for each in "abcd"]
         assert all(peer.cuts_layers for peer in one.of_offer(offer("a", "b", tp_size=1)))
         two = self.finder(4, 2, 1, stages=2, stage=1)
-        assert [peer.source for peer in two.of_offer(offer("a", tp_size=1))] == [
-            PartSource(("P", "a"), "a", 4)
-        ]
+        assert two.of_offer(offer("a", tp_size=1)) == (
+            PartSource(("P", "a"), "a", 4, Share(0, 2, 2, 2), cuts_layers=True),
+        )
         windows = self.finder(4, 1, 0, has_windows=True)
         with pytest.raises(Refused, match="with sliding windows"):
             windows.of_offer(offer("a", "b", tp_size=1))
 
     def test_of_a_page(self) -> None:
         met = self.finder(4, 1, 0).of_page("P", {(0, 0): "a", (1, 0): "b"}, "key")
-        assert [peer.source for peer in met.peers] == [PartSource("key", "a"), PartSource(("P", "b"), "b")]
+        assert [(peer.key, peer.address) for peer in met.peers] == [("key", "a"), (("P", "b"), "b")]
         assert (met.told, met.refusal) == (("a", "b"), "")
 
     @pytest.mark.parametrize(

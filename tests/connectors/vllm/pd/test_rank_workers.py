@@ -16,7 +16,9 @@ from moonpool.connectors.vllm.pd.consumer_worker import GAPS, OLDER
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting
 from moonpool.connectors.vllm.pd.peer_connection import PeerConnection
+from moonpool.connectors.vllm.pd.rank_pairs import Share
 from moonpool.connectors.vllm.pd.step_plan import End, HandoverStep, Open, Refuse
+from moonpool.connectors.vllm.reach import NULL_BLOCK
 from tests.connectors.vllm.pd.rank_memory import LAYOUTS
 from tests.connectors.vllm.pd.rank_worlds import LEASE, RankedEngine, engine
 from tests.connectors.vllm.pd.worlds import PROMPT, eventually
@@ -85,6 +87,42 @@ def test_stages_that_lack_a_layer() -> None:
         decode = stack.enter_context(engine("D", 1))
         source = replace(prefill.offer(THERE), ranks=prefill.addresses[:2])
         decode.take(source, HERE)
+        (ended,) = decode.ended()
+        assert (ended.good, ended.error) == (0, GAPS)
+
+
+@pytest.mark.parametrize("first", ["r", "other"])
+def test_two_requests_take_other_shares_over_one_connection(first: str) -> None:
+    """What a request takes is its own: the other one's offer says of the same workers that they are two
+    tensor-parallel ranks of two stages. Each is read in the other's presence, in either order."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, 4, 1, heads=4)
+        good = prefill.offer(THERE)
+        wrong = replace(prefill.offer(THERE, lease=78, slot=6), tp_size=2)
+        decode.hold(good, 6)
+        decode.hold(wrong, 6, name="other")
+        ends = {}
+        for name in sorted(("r", "other"), key=lambda each: each != first):
+            decode.pull({"r": HERE, "other": [6, 7, 8, 1, 2, 10]}[name], name=name)
+            (ends[name],) = decode.ended()
+        assert (ends["r"].good, ends["r"].error) == (6, "")
+        assert ends["other"].good == 0
+        decode.assert_has(HERE, prefill, THERE)
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_a_share_that_leaves_heads_out(has_windows: bool) -> None:
+    """Whatever made it so, no block counts: all heads have to come, of all blocks that are needed."""
+    with ExitStack() as stack:
+        prefill = stack.enter_context(engine("P", 1, computed=True))
+        decode = stack.enter_context(engine("D", 1, has_windows=has_windows))
+        (taker,) = decode.workers
+        of_offer = taker._finder.of_offer
+        taker._finder.of_offer = lambda source: tuple(  # type: ignore[method-assign]
+            replace(peer, share=Share(0, 0, 1, 1)) for peer in of_offer(source)
+        )
+        here = [NULL_BLOCK, *HERE[1:4]] if has_windows else HERE[:4]
+        decode.take(prefill.offer(THERE[:4]), here)
         (ended,) = decode.ended()
         assert (ended.good, ended.error) == (0, GAPS)
 
@@ -328,7 +366,7 @@ def forget_counts(worker: HandoverWorker, monkeypatch: pytest.MonkeyPatch) -> No
     """What it reads of prefill's memory does not say that readers are counted."""
     read = worker._tables_with
 
-    def read_less(connection: PeerConnection, description: Any) -> Any:
-        return read(connection, msgspec.structs.replace(description, counts_readers=False))
+    def read_less(connection: PeerConnection, description: Any, source: Any) -> Any:
+        return read(connection, msgspec.structs.replace(description, counts_readers=False), source)
 
     monkeypatch.setattr(worker, "_tables_with", read_less)

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from moonpool.connectors.vllm.pd import wire
-from moonpool.connectors.vllm.pd.consumer_worker import OLDER, PIECE_BLOCKS, ConsumerWorker
-from moonpool.connectors.vllm.pd.incoming import PartSource
+from moonpool.connectors.vllm.pd.consumer_worker import GAPS, OLDER, PIECE_BLOCKS, ConsumerWorker
+from moonpool.connectors.vllm.pd.incoming import UNEVEN, PartSource
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting, Offer
 from moonpool.connectors.vllm.pd.producer_worker import ProducerWorker
 from moonpool.connectors.vllm.pd.step_plan import End, Grown, Hold, Open, Pull
@@ -657,6 +657,32 @@ class TestSeveralParts:
         one.fail_connection("k0", "dead", 0.0)
         (ended,) = one.take_ended()
         assert (ended.good, ended.error) == (PIECE_BLOCKS, "dead")
+
+    @pytest.mark.parametrize(
+        ("first", "second", "expected"),
+        [((6, 4), (2, 0), (4, "")), ((6, 4), (2, 4), (0, GAPS)), ((6, 4), (0, 0), (0, GAPS))],
+    )
+    def test_all_bytes_of_each_group_have_to_come(
+        self, first: tuple[int, int], second: tuple[int, int], expected: tuple[int, str]
+    ) -> None:
+        one = ConsumerWorker(reply="D", silence_s=SILENCE_S, group_bytes=(8, 4))
+        hold(one, Hold("r", offer(4), PROMPT, 4, "D"), *self.SOURCES)
+        one.pull(pull(4), 0.0)
+        for key, group_bytes in (("k0", first), ("k1", second)):
+            piece = one.next_piece("r", key)
+            assert piece is not None
+            one.read(piece, 10, "", 0.0, group_bytes=group_bytes)
+        (ended,) = one.take_ended()
+        assert (ended.good, ended.error) == expected
+
+    def test_a_part_that_gives_less_of_a_later_piece(self) -> None:
+        one = self.pulled(offer(PIECE_BLOCKS + 4), PIECE_BLOCKS + 4)
+        for group_bytes in ((8, 4), (8, 2)):
+            piece = one.next_piece("r", "k0")
+            assert piece is not None
+            one.read(piece, 10, "", 0.0, group_bytes=group_bytes)
+        (ended,) = one.take_ended()
+        assert (ended.good, ended.error) == (0, UNEVEN)
 
     def test_messages_are_of_one_worker(self) -> None:
         one = self.pulled(Meeting("e", "http://b", "x"))
