@@ -306,8 +306,7 @@ class HandoverWorker:
             if isinstance(source, Offer):
                 self._meet(incoming, self._finder.of_offer(source), now_s)
             else:
-                connection = self._connection_of(source)
-                connection.post(lambda _: self._meet_found(incoming, source))
+                self._when_found(source, lambda met: self._meet_found(met, incoming, source))
         except (Refused, Unavailable) as error:
             self._consumer.fail(incoming, str(error), now_s)
 
@@ -318,10 +317,21 @@ class HandoverWorker:
         for key, want in self._consumer.meet(incoming, peers, now_s):
             self._connections.send(key, want)
 
-    def _connection_of(self, meeting: Meeting) -> PeerConnection:
-        """The connection that finds the prefill engine's workers. Raises Unavailable."""
+    def _when_found(self, meeting: Meeting, then: Callable[[Met], None]) -> None:
+        """Has ``then`` done, under the lock, once the prefill engine's workers are known. At once where they
+        are: the connection that finds them reads blocks as well, and jobs wait for all reads before them.
+        Raises Unavailable."""
         key = (meeting.engine_id, meeting.bootstrap)
-        return self._connections.get(key, lambda: self._find(key, meeting), reads=True)
+        connection = self._connections.get(key, lambda: self._find(key, meeting), reads=True)
+
+        def found(_: PeerConnection) -> None:
+            with self._lock:
+                then(self._met[key])
+
+        if key in self._met:
+            then(self._met[key])
+        else:
+            connection.post(found)
 
     def _refuse(self, refuse: Refuse) -> None:
         """Tells the prefill engine that it need not keep the KV. That engine may have more or fewer workers
@@ -336,7 +346,7 @@ class HandoverWorker:
         else:
             done = Done(0, source.transfer, why, self.address)
             with suppress(Unavailable):
-                self._connection_of(source).post(lambda _: self._tell_found(source, done))
+                self._when_found(source, lambda met: self._tell_found(met, source, done))
 
     # In the concurrent form, on the thread of the connection that finds the prefill engine's workers
 
@@ -348,34 +358,33 @@ class HandoverWorker:
             self._met[key] = met
         return met.told[0]
 
-    def _meet_found(self, incoming: IncomingRequest, meeting: Meeting) -> None:
-        """The bootstrap page was read: asks the workers for the transfer, or tells them that it is not
-        taken."""
-        with self._lock:
-            met, now_s = self._met[incoming.key], self._clock()
-            if not self._consumer.is_here(incoming):  # it left before it was met
-                if not self._consumer.is_held(meeting):
-                    self._tell_left(met, incoming, LEFT)
-                return
-            if met.refusal:
-                self._consumer.fail(incoming, met.refusal, now_s)
-                self._log_refusal(met.refusal)
-                self._send_done(met, Done(0, meeting.transfer, met.refusal[: wire.WHY_MAX], self.address))
-                return
-            try:
-                self._meet(incoming, met.peers, now_s)
-            except Unavailable as error:
-                self._consumer.fail(incoming, str(error), now_s)
-                self._tell_left(met, incoming, str(error))
+    # Once the bootstrap page was read, under the lock
 
-    def _tell_found(self, meeting: Meeting, done: Done) -> None:
-        """The bootstrap page was read: a prompt is not taken."""
-        with self._lock:
+    def _meet_found(self, met: Met, incoming: IncomingRequest, meeting: Meeting) -> None:
+        """Asks the workers for the transfer, or tells them that it is not taken."""
+        now_s = self._clock()
+        if not self._consumer.is_here(incoming):  # it left before it was met
             if not self._consumer.is_held(meeting):
-                self._send_done(self._met[meeting.engine_id, meeting.bootstrap], done)
+                self._tell_left(met, incoming, LEFT)
+            return
+        if met.refusal:
+            self._consumer.fail(incoming, met.refusal, now_s)
+            self._log_refusal(met.refusal)
+            self._send_done(met, Done(0, meeting.transfer, met.refusal[: wire.WHY_MAX], self.address))
+            return
+        try:
+            self._meet(incoming, met.peers, now_s)
+        except Unavailable as error:
+            self._consumer.fail(incoming, str(error), now_s)
+            self._tell_left(met, incoming, str(error))
+
+    def _tell_found(self, met: Met, meeting: Meeting, done: Done) -> None:
+        """A prompt is not taken."""
+        if not self._consumer.is_held(meeting):
+            self._send_done(met, done)
 
     def _tell_left(self, met: Met, incoming: IncomingRequest, why: str) -> None:
-        """Says so for this worker alone, under the lock: others of this engine may have been met."""
+        """Says so for this worker alone: others of this engine may have been met."""
         for peer in met.peers:
             done = Done(
                 0,

@@ -4,6 +4,7 @@ its heads, and no lease ends before all that read under it are done."""
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonpool.connectors.vllm.pd.consumer_worker import GAPS, OLDER
+from moonpool.connectors.vllm.pd.consumer_worker import GAPS, OLDER, PIECE_BLOCKS
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker
+from moonpool.connectors.vllm.pd.incoming import Piece
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting
 from moonpool.connectors.vllm.pd.peer_connection import PeerConnection
 from moonpool.connectors.vllm.pd.rank_pairs import Share
@@ -21,7 +23,7 @@ from moonpool.connectors.vllm.pd.step_plan import End, HandoverStep, Open, Refus
 from moonpool.connectors.vllm.reach import NULL_BLOCK
 from tests.connectors.vllm.pd.rank_memory import LAYOUTS
 from tests.connectors.vllm.pd.rank_worlds import LEASE, RankedEngine, engine
-from tests.connectors.vllm.pd.worlds import PROMPT, eventually
+from tests.connectors.vllm.pd.worlds import DEADLINE_S, PROMPT, eventually
 
 SIZES = [pair for pair in itertools.product((1, 2, 4), (1, 2, 4)) if pair[0] != pair[1]]
 THERE, HERE = [7, 8, 9, 1, 2, 4], [3, 4, 5, 9, 0, 11]
@@ -108,6 +110,42 @@ def test_two_requests_take_other_shares_over_one_connection(first: str) -> None:
         assert (ends["r"].good, ends["r"].error) == (6, "")
         assert ends["other"].good == 0
         decode.assert_has(HERE, prefill, THERE)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+def test_a_transfer_is_asked_for_while_a_long_read_lasts(sizes: tuple[int, int]) -> None:
+    """Else it sends no heartbeat until the read has ended, and is given up meanwhile."""
+    blocks = list(range(PIECE_BLOCKS + 4))
+    asked = threading.Event()
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, *sizes, transports=["tcp"], blocks=len(blocks))
+        url = stack.enter_context(prefill.page())
+        begun, late = [], []
+
+        def slowly(worker: HandoverWorker) -> None:
+            read_piece = worker._read_piece
+
+            def slow(line: PeerConnection, piece: Piece, scratch: int) -> tuple[int, tuple[int, ...]]:
+                """The first piece lasts until the other request is there, the next until it has asked."""
+                begun.append(piece)
+                if not piece.start and not asked.wait(DEADLINE_S):
+                    late.append(piece)
+                if piece.start:
+                    eventually(lambda: all("x-2" in each._producer._waiting for each in prefill.workers))
+                return read_piece(line, piece, scratch)
+
+            worker._read_piece = slow  # type: ignore[method-assign]
+
+        for worker in decode.workers:
+            slowly(worker)
+        prefill.opens(X)
+        decode.take(Meeting("P", url, X), blocks)
+        prefill.computes(0, blocks, final=True)
+        eventually(lambda: len(begun) == max(sizes))
+        decode.hold(Meeting("P", url, "x-2"), 1, name="other")
+        asked.set()
+        all_good(decode, len(blocks))
+        assert not late
 
 
 @pytest.mark.parametrize("has_windows", [False, True])
