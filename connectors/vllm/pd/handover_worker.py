@@ -312,6 +312,7 @@ class HandoverWorker:
 
     def _meet(self, incoming: IncomingRequest, peers: Sequence[PartSource], now_s: float) -> None:
         """The workers that the KV of a request comes from are known. Raises Unavailable."""
+        self._connections.check_room([peer.key for peer in peers])
         for peer in peers:
             self._connections.get(peer.key, _always(peer.address), reads=True)
         for key, want in self._consumer.meet(incoming, peers, now_s):

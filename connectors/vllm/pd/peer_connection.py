@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeAlias
 
 from moonpool.connectors.vllm.pd.lease_table import SCRATCH, read_description
@@ -25,6 +25,7 @@ from moonpool.core.transfer.segment import Segment
 CONNECTIONS_MAX = SCRATCH - 1
 REST_S = 1.0
 IDLE_S = 300.0
+NO_ROOM = f"this worker hands over with {CONNECTIONS_MAX} others already"
 
 Job: TypeAlias = "Callable[[PeerConnection], None]"
 
@@ -154,7 +155,7 @@ class PeerConnections:
             self._resting[key] = (until_s, why)
             raise Unavailable(why)
         if not self._numbers:
-            raise Unavailable(f"this worker hands over with {CONNECTIONS_MAX} others already")
+            raise Unavailable(NO_ROOM)
         connection = PeerConnection(
             key, self._numbers[-1], self._engine, resolve, reads=reads, ended=self._ended
         )
@@ -165,6 +166,11 @@ class PeerConnections:
         self._numbers.pop()
         self._connections[key] = connection
         return connection
+
+    def check_room(self, keys: Iterable[Hashable]) -> None:
+        """Raises Unavailable unless there is room for connections to all of these peers."""
+        if sum(key not in self._connections for key in keys) > len(self._numbers):
+            raise Unavailable(NO_ROOM)
 
     def find(self, key: Hashable) -> PeerConnection | None:
         """The connection to a peer; None when there is none."""

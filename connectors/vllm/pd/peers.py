@@ -12,13 +12,16 @@ from moonpool.connectors.vllm.pd.kv_transfer_params import Offer
 from moonpool.connectors.vllm.pd.rank_pairs import Sizes, prefill_sizes, shares_of, stages_of
 from moonpool.core.store.keys import Ranges
 
+# One decode worker has so many connections for one request, and some CONNECTIONS_MAX for all.
+PEERS_MAX = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Met:
     """The workers of a prefill engine, as its bootstrap page has them.
 
     peers: those that this worker connects to.
-    addresses: of all of them.
+    addresses: of all of them, PEERS_MAX at most.
     refusal: why this worker takes nothing from them, or "".
     """
 
@@ -68,7 +71,7 @@ class PeerFinder:
         workers: (tensor rank, pipeline rank) -> address; not empty.
         key: of the connection that asked for the page, which becomes that to the first peer.
         """
-        addresses = tuple(workers.values())
+        addresses = tuple(dict.fromkeys(workers.values()))[:PEERS_MAX]
         tp_size = len({tp_rank for tp_rank, _ in workers})
         try:
             theirs = prefill_sizes(self._sizes, workers=len(workers), tp_size=tp_size, engine=engine)
@@ -96,9 +99,17 @@ class PeerFinder:
             )
         if any((share.tp_rank, stage) not in places for share in shares for stage in stages):
             raise Refused(f"the prefill engine {engine} names some of its workers only")
-        return tuple(
+        peers = tuple(
             PartSource((engine, place), place, share.readers * readers, share, cuts_layers)
             for stage in stages
             for share in shares
             for place in [places[share.tp_rank, stage]]
         )
+        if len(peers) > PEERS_MAX:
+            raise Refused(
+                f"one worker of this engine would read from {len(peers)} workers of the prefill engine "
+                f"{engine}; a hand-over needs {PEERS_MAX} at most"
+            )
+        if len({peer.address for peer in peers}) < len(peers):
+            raise Refused(f"the prefill engine {engine} names one address for several of its workers")
+        return peers

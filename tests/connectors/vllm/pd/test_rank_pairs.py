@@ -14,7 +14,7 @@ from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pd.copy_ranges import Held, pair_columns, ranges_of, tables_of
 from moonpool.connectors.vllm.pd.incoming import PartSource
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer
-from moonpool.connectors.vllm.pd.peers import PeerFinder
+from moonpool.connectors.vllm.pd.peers import PEERS_MAX, PeerFinder
 from moonpool.connectors.vllm.pd.rank_pairs import Share, Sizes, prefill_sizes, shares_of
 from moonpool.core.store.keys import Ranges
 from tests.connectors.vllm.pd.rank_memory import LAYOUTS, RankMemory, layers_of_stage, model_kv, rank_memory
@@ -188,13 +188,22 @@ class TestPeers:
             ({(0, 0): "a", (1, 0): "b", (2, 0): "c"}, "not split evenly"),
             ({(0, 0): "a", (7, 0): "b"}, "names some of its workers only"),
             ({(0, 0): "a", (1, 1): "b"}, "names some of its workers only"),
+            ({(0, 0): "a", (1, 0): "a"}, "names one address for several of its workers"),
         ],
     )
     def test_pages_that_do_not_fit(self, workers: dict[tuple[int, int], str], why: str) -> None:
         """All workers are told, as each keeps a lease."""
         met = self.finder(4, 1, 0).of_page("P", workers, "key")
         assert why in met.refusal
-        assert (met.peers, met.told) == ((), tuple(workers.values()))
+        assert (met.peers, met.told) == ((), tuple(dict.fromkeys(workers.values())))
+
+    def test_a_page_of_too_many_workers(self) -> None:
+        """Of which a client may have told: one request must not take the connections of all others."""
+        met = self.finder(4, 1, 0).of_page("P", {(rank, 0): f"a{rank}" for rank in range(64)}, "key")
+        assert "would read from 64 workers of the prefill engine P; a hand-over needs 32 at" in met.refusal
+        assert (met.peers, len(met.told)) == ((), PEERS_MAX)
+        with pytest.raises(Refused, match="one address for several"):
+            self.finder(4, 1, 0).of_offer(offer("a", "a"))
 
     def test_heads_that_are_not_split(self) -> None:
         """As where each rank holds all heads."""

@@ -148,6 +148,20 @@ def test_a_transfer_is_asked_for_while_a_long_read_lasts(sizes: tuple[int, int])
         assert not late
 
 
+def test_a_request_that_needs_more_connections_than_are_left() -> None:
+    """It takes none of them, and another one has room."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, 4, 1)
+        (taker,) = decode.workers
+        taker._connections._numbers = taker._connections._numbers[-3:]
+        decode.hold(prefill.offer(THERE), 6)
+        assert taker.take_lost() == {"r"}
+        assert taker._connections.all() == []
+        other = stack.enter_context(engine("Q", 1, computed=True))
+        decode.take(other.offer(THERE), HERE)
+        all_good(decode, 6)
+
+
 @pytest.mark.parametrize("has_windows", [False, True])
 def test_a_share_that_leaves_heads_out(has_windows: bool) -> None:
     """Whatever made it so, no block counts: all heads have to come, of all blocks that are needed."""
