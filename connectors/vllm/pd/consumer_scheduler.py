@@ -129,7 +129,7 @@ class ConsumerScheduler:
         with suppress(kv_transfer_params.Unusable):
             source = kv_transfer_params.parse_decode(request.kv_transfer_params, self._token)
             if source is not None:
-                self._refuses.append(Refuse(source, why))
+                self._refuses.append(Refuse(source, why, self._taker))
 
     def matched(self, request: Request, local_tokens: int) -> int | None:
         """Tokens beyond the local ones that another engine hands over; None when it hands over nothing (any

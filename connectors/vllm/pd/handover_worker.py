@@ -37,7 +37,7 @@ from moonpool.connectors.vllm.pd.copy_ranges import (
     tables_of,
 )
 from moonpool.connectors.vllm.pd.incoming import IncomingRequest, PartSource, Piece
-from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting, Offer
+from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting, Offer, Source
 from moonpool.connectors.vllm.pd.lease_table import SCRATCH, LeaseTable
 from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.peer_connection import PeerConnection, PeerConnections
@@ -302,19 +302,36 @@ class HandoverWorker:
         incoming = self._consumer.hold(hold, key, now_s)
         if incoming is None:
             return
+        peers: Sequence[PartSource] = ()
         try:
             if isinstance(source, Offer):
-                self._meet(incoming, self._finder.of_offer(source), now_s)
+                peers = self._finder.of_offer(source)
+                self._meet(incoming, peers, now_s)
             else:
                 self._when_found(source, lambda met: self._meet_found(met, incoming, source))
-        except (Refused, Unavailable) as error:
+        except Refused as refusal:
+            self._consumer.fail(incoming, str(refusal), now_s)
+            self._log_refusal(str(refusal))
+            self._refuse(Refuse(source, str(refusal), hold.taker))
+        except Unavailable as error:
             self._consumer.fail(incoming, str(error), now_s)
+            self._log_refusal(str(error))
+            if isinstance(source, Offer) and not self._consumer.is_held(source):
+                for peer in peers:  # those to which there is a connection
+                    self._connections.send(peer.key, self._done(source, peer, str(error), hold.taker))
 
     def _meet(self, incoming: IncomingRequest, peers: Sequence[PartSource], now_s: float) -> None:
-        """The workers that the KV of a request comes from are known. Raises Unavailable."""
+        """The workers that the KV of a request comes from are known. Raises Unavailable, after connecting to
+        all others, which can be told so."""
         self._connections.check_room([peer.key for peer in peers])
+        errors: list[Unavailable] = []
         for peer in peers:
-            self._connections.get(peer.key, _always(peer.address), reads=True)
+            try:
+                self._connections.get(peer.key, _always(peer.address), reads=True)
+            except Unavailable as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         for key, want in self._consumer.meet(incoming, peers, now_s):
             self._connections.send(key, want)
 
@@ -335,15 +352,19 @@ class HandoverWorker:
             connection.post(found)
 
     def _refuse(self, refuse: Refuse) -> None:
-        """Tells the prefill engine that it need not keep the KV. That engine may have more or fewer workers
-        than this one."""
+        """Tells the prefill engine that this worker does not need the KV. Others of this engine may: of an
+        offer that several requests bring."""
         source, why = refuse.source, refuse.why[: wire.WHY_MAX]
         if self._consumer.is_held(source):
             return  # by another request, which needs it
         if isinstance(source, Offer):
-            if self._memory.rank == 0:
-                done = Done(source.lease, "", why, self.address)
-                self._send([(address, done) for address in source.ranks])
+            try:
+                peers = self._finder.of_offer(source)
+            except Refused:  # by all workers of this engine: none reads
+                ranks = source.ranks if self._memory.rank == 0 else ()
+                self._send([(address, Done(source.lease, "", why, self.address)) for address in ranks])
+            else:
+                self._send([(peer.address, self._done(source, peer, why, refuse.taker)) for peer in peers])
         else:
             done = Done(0, source.transfer, why, self.address)
             with suppress(Unavailable):
@@ -386,16 +407,13 @@ class HandoverWorker:
 
     def _tell_left(self, met: Met, incoming: IncomingRequest, why: str) -> None:
         """Says so for this worker alone: others of this engine may have been met."""
-        for peer in met.peers:
-            done = Done(
-                0,
-                incoming.transfer,
-                why[: wire.WHY_MAX],
-                self.address,
-                incoming.hold.taker,
-                peer.readers,
-            )
-            self._send([(peer.address, done)])
+        source, taker = incoming.hold.source, incoming.hold.taker
+        self._send([(peer.address, self._done(source, peer, why, taker)) for peer in met.peers])
+
+    def _done(self, source: Source, peer: PartSource, why: str, taker: str) -> Done:
+        """This worker needs nothing more of a prefill worker."""
+        lease, transfer = (source.lease, "") if isinstance(source, Offer) else (0, source.transfer)
+        return Done(lease, transfer, why[: wire.WHY_MAX], self.address, taker, peer.readers)
 
     def _send_done(self, met: Met, done: Done) -> None:
         self._send([(place, done) for place in met.told])

@@ -29,13 +29,13 @@ class HeldLease:
     open: what the scheduler's half said of it.
     blocks: ids of complete blocks, per KV cache group (concurrent form).
     final: whether no more blocks come.
-    done: decode workers that need nothing more of it, where none waits for a transfer.
+    done: decode workers that need nothing more of it, by taker, where none waits for a transfer.
     """
 
     open: Open
     blocks: list[list[int]] = field(default_factory=list)
     final: bool = False
-    done: set[str] = field(default_factory=set)
+    done: dict[str, set[str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -214,8 +214,9 @@ class ProducerWorker:
             if held is not None and waiting.has_left:
                 self._hand(held)
         elif held is not None:
-            held.done.add(done.reply)
-            if len(held.done) >= done.readers:
+            left = held.done.setdefault(taker, set())
+            left.add(done.reply)
+            if len(left) >= done.readers:
                 self._hand(held)
         elif not done.lease and done.why and self._has_room_for(transfer):
             self._waiting[transfer] = Waiting(taker, done.readers, now_s, left={done.reply})

@@ -77,10 +77,14 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Decode: what ``source`` offers is not taken; ``why`` is for the prefill engine."""
+    """Decode: what ``source`` offers is not taken; ``why`` is for the prefill engine.
+
+    taker: as in Hold.
+    """
 
     source: Source
     why: str
+    taker: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -350,8 +351,10 @@ class TestConcurrent:
         failed = threading.Event()
         read = decode.handover_worker._consumer.read
 
-        def reads(piece: Piece, nbytes: int, error: str, now_s: float, *, is_lease_over: bool) -> None:
-            read(piece, nbytes, error, now_s, is_lease_over=is_lease_over)
+        def reads(
+            piece: Piece, nbytes: int, error: str, now_s: float, *, is_lease_over: bool, **more: Any
+        ) -> None:
+            read(piece, nbytes, error, now_s, is_lease_over=is_lease_over, **more)
             if is_lease_over:
                 failed.set()
 

@@ -162,6 +162,72 @@ def test_a_request_that_needs_more_connections_than_are_left() -> None:
         all_good(decode, 6)
 
 
+def test_windows_and_stages_do_not_go_together(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that refuses an offer says so in the log, and to all workers of prefill."""
+    with ExitStack() as stack:
+        prefill = stack.enter_context(engine("P", 1, pp_size=3, computed=True))
+        decode = stack.enter_context(engine("D", 1, has_windows=True))
+        decode.take(prefill.offer(THERE), HERE)
+        (ended,) = decode.ended()
+        assert ended.good == 0
+        prefill.wait_handed()
+        why = "the prefill engine P has 3 pipeline stages and this one 1; with sliding windows a hand-over"
+        assert f"a prompt is not handed over: {why}" in caplog.text
+        eventually(lambda: f"did not take a prompt over: {why}" in caplog.text)
+
+
+def test_a_worker_of_prefill_that_cannot_be_reached_now(caplog: pytest.LogCaptureFixture) -> None:
+    """The others end their lease, as this engine needs nothing of them."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, 4, 1, heads=4)
+        (taker,) = decode.workers
+        source = prefill.offer(THERE)
+        taker._connections._resting["P", prefill.addresses[1]] = (taker._clock() + 600, "it rests")
+        decode.take(source, HERE)
+        (ended,) = decode.ended()
+        assert ended.good == 0
+        for place in (0, 2, 3):
+            eventually(lambda each=prefill.workers[place]: LEASE in each.take_heartbeats()[1])  # type: ignore[misc]
+        assert "a prompt is not handed over: it rests" in caplog.text
+
+
+@pytest.mark.parametrize("leaves", ["refuses", "another engine"])
+def test_one_worker_does_not_end_the_lease_of_another(leaves: str) -> None:
+    """In the two-step form, where several requests may bring one offer: to an engine that refuses the second
+    one while its other worker still reads, or to another engine, of which a worker is done."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, 1, 2)
+        (giver,) = prefill.workers
+        source = prefill.offer(THERE)
+        done = []
+        hear = giver._producer.done
+
+        def heard(message: Any, now_s: float) -> None:
+            hear(message, now_s)
+            done.append(message.reply)
+
+        giver._producer.done = heard  # type: ignore[method-assign]
+        decode.hold(source, 6)
+        decode.pull(HERE, ranks=slice(0, 1))
+        decode.ended(slice(0, 1))
+        if leaves == "refuses":
+            decode.begin(HandoverStep(refuses=(Refuse(source, "twice", decode.addresses[0]),)))
+            eventually(lambda: len(done) == 2)
+        else:
+            decode.begin(HandoverStep())
+            other = stack.enter_context(engine("E", 2))
+            other.hold(source, 6)
+            other.pull(HERE, ranks=slice(0, 1))
+            other.ended(slice(0, 1))
+            other.begin(HandoverStep())
+            eventually(lambda: set(done) == {decode.addresses[0], other.addresses[0]})
+        assert prefill.is_valid() == [True]
+        decode.pull(HERE, ranks=slice(1, 2))
+        assert [(each.good, each.error) for each in decode.ended(slice(1, 2))] == [(6, "")]
+        decode.begin(HandoverStep())
+        prefill.wait_handed()
+
+
 @pytest.mark.parametrize("has_windows", [False, True])
 def test_a_share_that_leaves_heads_out(has_windows: bool) -> None:
     """Whatever made it so, no block counts: all heads have to come, of all blocks that are needed."""
@@ -347,7 +413,7 @@ class TestOthers:
             source = prefill.offer(THERE) if form == "two-step" else Meeting("P", url, X)
             if form == "concurrent":
                 prefill.opens(X)
-            decode.begin(HandoverStep(refuses=(Refuse(source, LEFT),)))
+            decode.begin(HandoverStep(refuses=(Refuse(source, LEFT, decode.addresses[0]),)))
             prefill.wait_handed()
 
     def test_sizes_that_do_not_go_together(self, caplog: pytest.LogCaptureFixture) -> None:
