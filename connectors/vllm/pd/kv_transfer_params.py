@@ -39,6 +39,7 @@ _Origin = Annotated[str, msgspec.Meta(pattern=r"^http://[^/?#@\s]+/?\Z", max_len
 
 
 _PURPOSE = b"moonpool hand-over offer 1\0"  # no other text that is signed with the token begins with it
+_SIZE_PURPOSE = b"moonpool hand-over tp_size 1\0"
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -67,9 +68,8 @@ class Offer:
     tokens: of the prompt.
     fingerprint: of its KV, 32 bytes.
     prompt: digest of the prompt, 32 bytes.
-    tp_size: its tensor-parallel ranks; 0: not told, by the release before. Not signed, as the signature is
-        that release's: with a wrong one decode finds other heads or layers than it expects, and takes
-        nothing.
+    tp_size: its tensor-parallel ranks; 0: not told, by the release before. It has a signature of its own,
+        which that release does not read.
     """
 
     engine_id: str
@@ -108,7 +108,8 @@ class _Handover(msgspec.Struct):
     fingerprint: _Hex
     prompt: _Hex
     signature: _Hex = ""
-    tp_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tp_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    size_signature: _Hex = ""
 
 
 class _Ours(msgspec.Struct):
@@ -174,8 +175,7 @@ def parse_decode(params: Mapping[str, Any] | None, token: bytes) -> Source | Non
         prompt=bytes.fromhex(hand.prompt),
         tp_size=hand.tp_size,
     )
-    signatures = [signature(offer, secret) for secret in secrets_of(token)]
-    if not any(hmac.compare_digest(hand.signature, each) for each in signatures):
+    if not any(_is_signed(offer, hand, secret) for secret in secrets_of(token)):
         raise Unusable(
             "the prefill engine's signature does not fit: kv_transfer_params were changed on their way, or "
             "that engine has another cluster token"
@@ -184,7 +184,7 @@ def parse_decode(params: Mapping[str, Any] | None, token: bytes) -> Source | Non
 
 
 def signature(offer: Offer, secret: bytes) -> str:
-    """Over all that decode believes of an offer: HMAC-SHA-256, 64 hex digits."""
+    """Over all that decode believes of an offer but tp_size: HMAC-SHA-256, 64 hex digits."""
     whole = (
         offer.engine_id,
         offer.ranks,
@@ -198,9 +198,16 @@ def signature(offer: Offer, secret: bytes) -> str:
     return hmac.new(secret, _PURPOSE + _encode(whole), hashlib.sha256).hexdigest()
 
 
+def size_signature(offer: Offer, secret: bytes) -> str:
+    """Over the tp_size of this offer, as ``signature``."""
+    whole = _encode((signature(offer, secret), offer.tp_size))
+    return hmac.new(secret, _SIZE_PURPOSE + whole, hashlib.sha256).hexdigest()
+
+
 def answer_of(offer: Offer, token: bytes, *, request_id: str) -> dict[str, Any]:
     """The kv_transfer_params of a prefill engine's answer, which ``parse_decode`` reads."""
     host, _, port = offer.ranks[0].rpartition(":")
+    secret = secrets_of(token)[0]
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -219,11 +226,18 @@ def answer_of(offer: Offer, token: bytes, *, request_id: str) -> dict[str, Any]:
                 "slot": offer.slot,
                 "fingerprint": offer.fingerprint.hex(),
                 "prompt": offer.prompt.hex(),
-                "signature": signature(offer, secrets_of(token)[0]),
+                "signature": signature(offer, secret),
                 "tp_size": offer.tp_size,
+                "size_signature": size_signature(offer, secret),
             }
         },
     }
+
+
+def _is_signed(offer: Offer, hand: _Handover, secret: bytes) -> bool:
+    return hmac.compare_digest(hand.signature, signature(offer, secret)) and (
+        not offer.tp_size or hmac.compare_digest(hand.size_signature, size_signature(offer, secret))
+    )
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:

@@ -95,6 +95,11 @@ def test_the_concurrent_form() -> None:
     assert slash == Meeting("e", "http://h:1/", "xfer-1")
 
 
+def of_another_offer() -> str:
+    other = answer_of(dataclasses.replace(OFFER, lease=7), TOKEN, request_id="r1")
+    return str(other["moonpool"]["handover"]["size_signature"])
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -109,6 +114,9 @@ def test_the_concurrent_form() -> None:
         lambda params: params["moonpool"]["handover"].update(fingerprint="00" * 32),
         lambda params: params["moonpool"]["handover"].update(signature="00" * 32),
         lambda params: params["moonpool"]["handover"].pop("signature"),
+        lambda params: params["moonpool"]["handover"].update(tp_size=1),
+        lambda params: params["moonpool"]["handover"].pop("size_signature"),
+        lambda params: params["moonpool"]["handover"].update(size_signature=of_another_offer()),
     ],
 )
 def test_a_changed_offer_is_not_believed(change: Callable[[dict[str, Any]], object]) -> None:
@@ -128,6 +136,7 @@ def test_the_release_before() -> None:
     """It does not tell its tensor-parallel size, and signs the rest; it reads what we tell it as well."""
     params = answer_of(OFFER, TOKEN, request_id="r1")
     del params["moonpool"]["handover"]["tp_size"]
+    del params["moonpool"]["handover"]["size_signature"]
     assert parse_decode(params, TOKEN) == dataclasses.replace(OFFER, tp_size=0)
     signed = dataclasses.replace(OFFER, tp_size=0)
     assert signature(OFFER, TOKEN) == signature(signed, TOKEN)
