@@ -8,6 +8,7 @@ file carries their decisions out.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -124,6 +125,8 @@ class HandoverWorker:
         # By the number of a connection, for its description: what each request reads over it.
         self._tables: dict[int, tuple[Description, dict[PartSource, tuple[Table, ...]]]] = {}
         self._met: dict[Hashable, Met] = {}  # by the connection that asked the bootstrap page
+        self._silence_s = silence_s
+        self._unmet: list[IncomingRequest] = []  # those for which the bootstrap page was not read yet
         self._finder = PeerFinder(
             memory.sizes,
             tp_rank=memory.tp_rank,
@@ -308,6 +311,7 @@ class HandoverWorker:
                 peers = self._finder.of_offer(source)
                 self._meet(incoming, peers, now_s)
             else:
+                self._unmet.append(incoming)
                 self._when_found(source, lambda met: self._meet_found(met, incoming, source))
         except Refused as refusal:
             self._consumer.fail(incoming, str(refusal), now_s)
@@ -384,6 +388,9 @@ class HandoverWorker:
 
     def _meet_found(self, met: Met, incoming: IncomingRequest, meeting: Meeting) -> None:
         """Asks the workers for the transfer, or tells them that it is not taken."""
+        if all(each is not incoming for each in self._unmet):
+            return  # it was done before
+        self._unmet = [each for each in self._unmet if each is not incoming]
         now_s = self._clock()
         if not self._consumer.is_here(incoming):  # it left before it was met
             if not self._consumer.is_held(meeting):
@@ -399,6 +406,18 @@ class HandoverWorker:
         except Unavailable as error:
             self._consumer.fail(incoming, str(error), now_s)
             self._tell_left(met, incoming, str(error))
+
+    def _find_again(self, now_s: float) -> None:
+        """Tries to tell the prefill engine of requests that ended while its page could not be read: each of
+        its workers keeps the prompt until all that read from it have said that they do not."""
+        self._unmet = [each for each in self._unmet if now_s - each.held_s <= self._silence_s]
+        for incoming in list(self._unmet):
+            source = incoming.hold.source
+            if isinstance(source, Meeting) and not self._consumer.is_here(incoming):
+                with suppress(Unavailable):
+                    self._when_found(
+                        source, functools.partial(self._meet_found, incoming=incoming, meeting=source)
+                    )
 
     def _tell_found(self, met: Met, meeting: Meeting, done: Done) -> None:
         """A prompt is not taken."""
@@ -616,6 +635,7 @@ class HandoverWorker:
     def _tick(self, now_s: float) -> None:
         with self._lock:
             self._producer.tick(now_s)
+            self._find_again(now_s)
             for key, here in self._consumer.tick(now_s):
                 self._connections.send(key, here)
             self._tell()

@@ -21,6 +21,7 @@ from moonpool.connectors.vllm.pd.peer_connection import PeerConnection
 from moonpool.connectors.vllm.pd.rank_pairs import Share
 from moonpool.connectors.vllm.pd.step_plan import End, HandoverStep, Open, Refuse
 from moonpool.connectors.vllm.reach import NULL_BLOCK
+from moonpool.core.errors import Unavailable
 from tests.connectors.vllm.pd.rank_memory import LAYOUTS
 from tests.connectors.vllm.pd.rank_worlds import LEASE, RankedEngine, engine
 from tests.connectors.vllm.pd.worlds import DEADLINE_S, PROMPT, eventually
@@ -225,6 +226,29 @@ def test_one_worker_does_not_end_the_lease_of_another(leaves: str) -> None:
         decode.pull(HERE, ranks=slice(1, 2))
         assert [(each.good, each.error) for each in decode.ended(slice(1, 2))] == [(6, "")]
         decode.begin(HandoverStep())
+        prefill.wait_handed()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2)])
+def test_a_worker_that_could_not_read_the_page_at_first(sizes: tuple[int, int]) -> None:
+    """It says later that it needs nothing: prefill keeps what this worker was to read until then."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, *sizes)
+        url = stack.enter_context(prefill.page())
+        prefill.opens(X)
+        fails = decode.workers[1]
+        find, found = fails._find, []
+
+        def find_later(key: Any, meeting: Meeting) -> str:
+            found.append(meeting)
+            if len(found) == 1:
+                raise Unavailable("not now")
+            return find(key, meeting)
+
+        fails._find = find_later  # type: ignore[method-assign]
+        decode.hold(Meeting("P", url, X), 6)
+        eventually(lambda: fails.take_lost() == {"r"})
+        decode.drop()
         prefill.wait_handed()
 
 
