@@ -19,7 +19,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Iterable
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -56,36 +56,56 @@ class TenantsFile:
         self._seen = file_state(path)  # first: what changes while it is read is read again
         self.rows = read_tenants(path)
 
-    def reread(self) -> bool:
-        """Reads the file where it is another one than before. Returns whether the rows are others now. Raises
-        ConfigError once for a file with an error; the rows stay as they are. A file that is gone is no
-        change."""
+    def reread(self) -> None:
+        """Reads the file where it is another one than before, into ``rows``. Raises ConfigError and leaves
+        the rows as they are: once for a file with an error, and each time for one that cannot be read at
+        the moment, as with too many open files. A file that is gone is no change."""
         seen = file_state(self.path)
         if not seen or seen == self._seen:
-            return False
+            return
+        content = _content_of(self.path)
+        try:
+            self.rows = _rows_in(self.path, content)
+        except ConfigError:
+            self._seen = seen  # it has that error until it changes
+            raise
         self._seen = seen
-        rows = read_tenants(self.path)
-        changed = rows != self.rows
-        self.rows = rows
-        return changed
 
 
-def read_tenants(path: str) -> list[TenantRow]:
-    """The rows of a file. Raises ConfigError with the number and name of the row at fault, never a key."""
+class _Content(NamedTuple):
+    mode: int
+    text: bytes
+
+
+def read_tenants(path: str, *, may_have_none: bool = False) -> list[TenantRow]:
+    """The rows of a file, at least one. Raises ConfigError with the number and name of the row at fault,
+    never a key."""
+    return _rows_in(path, _content_of(path), may_have_none=may_have_none)
+
+
+def _content_of(path: str) -> _Content:
     try:
         with open(path, "rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read().decode()
-        if mode & 0o077:
-            raise _bad(f"{path} can be read by others (mode {mode:04o}); run: chmod 600 {path}")
-        table = msgspec.convert(tomllib.loads(text), _File)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise _bad(f"the tenants cannot be read from {path}: {reason}") from error
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+            return _Content(stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read())
+    except OSError as error:
+        raise _bad(f"the tenants cannot be read from {path}: {error.strerror}") from error
+
+
+def _rows_in(path: str, content: _Content, *, may_have_none: bool = False) -> list[TenantRow]:
+    if content.mode & 0o077:
+        raise _bad(f"{path} can be read by others (mode {content.mode:04o}); run: chmod 600 {path}")
+    try:
+        table = msgspec.convert(tomllib.loads(content.text.decode()), _File)
+    except UnicodeDecodeError as error:
+        raise _bad(f"the tenants cannot be read from {path}: it is not UTF-8") from error
+    # Besides its own errors tomllib has ValueError, for a number of thousands of digits, and RecursionError.
+    except (ValueError, RecursionError) as error:
         raise _bad(
             f"{path} is no file of tenants, [[tenants]] with name, role and keys each: {error}"
         ) from error
+    # One that is being written in place is empty at first: that would end the connections of all tenants.
+    if not table.tenants and not may_have_none:
+        raise _bad(f"{path} has no row [[tenants]]; it needs one, and is to be replaced whole, by a rename")
     rows = [_row(path, number, row) for number, row in enumerate(table.tenants, 1)]
     _check(path, rows)
     return rows
@@ -119,7 +139,9 @@ def _row(path: str, number: int, given: dict[str, object]) -> TenantRow:
     try:
         row = msgspec.convert(given, TenantRow)
     except msgspec.ValidationError as error:
-        raise _bad(f"row {number} ({given.get('name', 'without a name')}) of {path}: {error}") from error
+        name = given.get("name")
+        shown = f"{name:.80}" if isinstance(name, str) else "without a name"
+        raise _bad(f"row {number} ({shown}) of {path}: {error}") from error
     for key in row.keys:
         if len(key) < KEY_BYTES_MIN:
             raise _bad(

@@ -38,8 +38,10 @@ class TenantKeys:
         self._server = server
         self._log = log
         self._salts = salts_of(file.rows)  # as the server hashes with them until it ends
+        self._said = ""  # the error that the last look ended with
         self._closed = threading.Event()
         server.set_tenants(native_rows(file.rows))
+        self._in_force = file.rows
         self._thread = threading.Thread(target=self._follow, name="tenant-keys", daemon=True)
         self._thread.start()
 
@@ -51,16 +53,30 @@ class TenantKeys:
     def _follow(self) -> None:
         while not self._closed.wait(FOLLOW_S):
             try:
-                if not self._file.reread():
-                    continue
+                self._look()
+                self._said = ""
             except ConfigError as error:
-                self._log.error("%s; the tenants' keys from before are in use", error)
-                continue
-            rows = self._file.rows
-            self._server.set_tenants(native_rows(rows))
-            self._log.info("%d rows of tenants are in force", len(rows), extra={"event": "tenants"})
-            if salts_of(rows) != self._salts:
-                self._log.warning(
-                    "the file of tenants has other salts: they come into force with a restart, which has to "
-                    "be that of all nodes together"
-                )
+                self._say(str(error))
+            # Without this thread keys that are removed would go on. Its text may have a key in it.
+            except Exception as error:
+                self._say(f"the file of tenants cannot be followed now: {type(error).__name__}")
+
+    def _look(self) -> None:
+        self._file.reread()
+        rows = self._file.rows
+        if rows == self._in_force:
+            return
+        self._server.set_tenants(native_rows(rows))
+        self._in_force = rows
+        self._log.info("%d rows of tenants are in force", len(rows), extra={"event": "tenants"})
+        if salts_of(rows) != self._salts:
+            self._log.warning(
+                "the file of tenants has other salts: they come into force with a restart, which has to "
+                "be that of all nodes together"
+            )
+
+    def _say(self, sentence: str) -> None:
+        """Once, where each look ends the same."""
+        if sentence != self._said:
+            self._log.error("%s; the tenants' keys from before are in use", sentence)
+        self._said = sentence

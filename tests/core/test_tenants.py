@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import mmap
+import resource
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from moonpool.core.config.tenants_file import (
     tenants_text,
 )
 from moonpool.core.errors import AuthError, ConfigError, Error
+from moonpool.core.service import tenant_keys
 from moonpool.core.service.drain import Drain, DrainRequest
 from moonpool.core.service.tenant_keys import TenantKeys
 from moonpool.core.store.types import Presence
@@ -374,15 +376,31 @@ def test_a_key_opens_the_masters_of_all_ranges(tmp_path: Path) -> None:
         master.stop()
 
 
-def test_the_file_is_followed(pool: TenantsPool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+BAD_FILES = {
+    "without a name": "[[tenants]]",
+    "no row": "",
+    "no file of tenants": "x = " + "9" * 5000,  # tomllib has a ValueError for it
+    "recursion": "x = " + "[" * 100_000,
+    "not UTF-8": b"\xff",
+}
+
+
+def test_the_file_is_followed(
+    pool: TenantsPool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant_keys, "FOLLOW_S", 0.02)
     file = TokenFile(tmp_path / "tenants.toml", tenants_text(ROWS).encode())
     assert read_tenants(str(file.path)) == ROWS
     log = logging.getLogger("moonpool.node")
     node = pool.nodes["one"]
     follower = TenantKeys(TenantsFile(str(file.path)), node, log)
-    with caplog.at_level(logging.INFO):
-        file.replace(b"[[tenants]]")
-        until(lambda: "the tenants' keys from before are in use" in caplog.text)
+    with caplog.at_level(logging.INFO), pool.store("a", secret("a", "reader")) as reader:
+        for why, text in BAD_FILES.items():
+            caplog.clear()
+            file.replace(text if isinstance(text, bytes) else text.encode())
+            until(lambda: "the tenants' keys from before are in use" in caplog.text)
+            assert why in caplog.text
+            assert reader.get("key") is None  # it has its connection still
         file.replace(tenants_text([*ROWS[1:], row("a", "reader", 2)]).encode())
         until(lambda: "5 rows of tenants are in force" in caplog.text)
     pool.store("a", secret("a", "reader", 2)).close()
@@ -390,6 +408,53 @@ def test_the_file_is_followed(pool: TenantsPool, tmp_path: Path, caplog: pytest.
         pool.store("a", secret("a", "reader"))
     follower.close()
     assert secret("a", "reader").decode() not in caplog.text
+
+
+def test_a_file_that_could_not_be_read_is_read_at_the_next_look(tmp_path: Path) -> None:
+    file = TokenFile(tmp_path / "tenants.toml", tenants_text(ROWS).encode())
+    followed = TenantsFile(str(file.path))
+    file.replace(tenants_text(ROWS[1:]).encode())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    failed = []
+    try:
+        for _ in range(2):
+            try:
+                followed.reread()
+            except ConfigError as error:
+                failed.append(str(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert ["Too many open files" in why for why in failed] == [True, True]
+    assert followed.rows == ROWS
+    followed.reread()
+    assert followed.rows == ROWS[1:]
+
+
+class Unwilling:
+    """A server that does not take rows, for one look."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def set_tenants(self, rows: Sequence[tuple[str, str, Sequence[str]]]) -> None:
+        self.calls.append(len(rows))
+        if len(self.calls) == 2:
+            raise MemoryError(rows[0][2][0])
+
+
+def test_rows_that_were_not_taken_are_handed_over_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant_keys, "FOLLOW_S", 0.02)
+    file = TokenFile(tmp_path / "tenants.toml", tenants_text(ROWS).encode())
+    server = Unwilling()
+    follower = TenantKeys(TenantsFile(str(file.path)), server, logging.getLogger("moonpool.node"))
+    file.replace(tenants_text(ROWS[1:]).encode())
+    until(lambda: server.calls == [5, 4, 4])
+    follower.close()
+    assert "cannot be followed now: MemoryError; the tenants' keys from before are in use" in caplog.text
+    assert secret("a", "writer").decode() not in caplog.text
 
 
 GOOD = '[[tenants]]\nname = "a"\nrole = "writer"\nkeys = ["0123456789abcdef"]\n'
@@ -413,6 +478,9 @@ GOOD = '[[tenants]]\nname = "a"\nrole = "writer"\nkeys = ["0123456789abcdef"]\n'
         ),
         (GOOD + "more = 1", "row 1"),
         ("not toml", "no file of tenants"),
+        ("# none\n", "has no row"),
+        ("tenants = []", "has no row"),
+        (GOOD.replace('"a"', "0x" + "f" * 5000), r"row 1 \(without a name\)"),
     ],
 )
 def test_a_file_with_an_error_names_its_row_and_no_key(tmp_path: Path, text: str, why: str) -> None:

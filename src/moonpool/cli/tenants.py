@@ -80,7 +80,7 @@ def add(
         raise _wrong(f"--role is {role!r}; it is one of {', '.join(ROLES)}")
     if key_file.exists():
         raise _wrong(f"{key_file} is there already; give another with --key-file")
-    rows = read_tenants(str(tenants)) if tenants.exists() else []
+    rows = read_tenants(str(tenants), may_have_none=True) if tenants.exists() else []
     if any((each.name, each.role) == (name, role) for each in rows):
         raise _wrong(
             f"{tenants} has the {role} of {name} already; to replace its key, write a second one in its keys"
