@@ -28,10 +28,11 @@ from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.control_tls import control_client, control_settings
 from moonpool.core.service.listen_addresses import NodeAddresses, host_id, master_text, node_addresses
 from moonpool.core.service.node_socket import Claim
+from moonpool.core.service.tenant_keys import TenantKeys, tenants_of
 from moonpool.core.store.keys import Space
 from moonpool.core.store.store import Store
 
-from ._codes import NoNode
+from ._codes import NoNode, logger
 from ._hosts import address_of, is_ip, is_ip6, is_of_this_host
 from ._metadata import P2P, check_metadata_server
 from ._protocols import check_for_pool
@@ -202,19 +203,6 @@ class Access(ABC):
             if row.state == "alive" and self.space.tenant in (load.tenant for load in row.tenants)
         ]
 
-    def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
-        """The holders of each key that the master knows, as (node, tier); tier 0 is memory, 1 an SSD. Raises
-        Error."""
-        from moonpool import _native
-
-        space = self.space
-        hashes = b"".join(
-            _native.key_hash(space.tenant, space.namespace, space.fingerprint, key) for key in keys
-        )
-        by_id = {member.id: member for member in self.members()}
-        located = self.directory().locate(hashes)
-        return [[(by_id[node], tier) for node, tier in located[i] if node in by_id] for i in range(len(keys))]
-
     def open_at(self, member: _native.Member) -> Store:
         """A store whose own node is that one."""
         near = member.host_id == self.host_id and os.path.exists(member.socket_path)
@@ -277,8 +265,10 @@ class OwnNode(Access):
         self.socket = paths.check_socket_path(paths.node_socket(config.node.name))
         self._claim: Claim | None = Claim(self.socket)
         self._server: _native.Server | None = None
+        self._tenants: TenantKeys | None = None
         try:
-            if config.token_is_configured:
+            # Where tenants have keys of their own, programs of this user do not get all of them.
+            if config.token_is_configured and not config.cluster.tenants_file:
                 self._claim.tell_token(self.token)
             if told := control_settings(config):
                 self._claim.tell_tls(told)
@@ -286,6 +276,8 @@ class OwnNode(Access):
                 self._server = native_server(
                     config, self.socket, self.token, self._reach, size_option="global_segment_size="
                 )
+                if (file := tenants_of(config)) is not None:
+                    self._tenants = TenantKeys(file, self._server, logger)
                 self._server.start()
             self.segment = segment_of(config.node.name, address := self._advertised())
             self.names.add_own(self.segment, address)
@@ -298,6 +290,9 @@ class OwnNode(Access):
         if os.getpid() != self._pid:
             return  # in a child of fork(): the socket is the parent's, and so are the threads
         super().close()
+        tenants, self._tenants = self._tenants, None
+        if tenants is not None:
+            tenants.close()
         server, self._server = self._server, None
         if server is not None:
             server.stop()
@@ -503,10 +498,6 @@ class Beside(Access):
         """Empty: a dummy client knows no master. Asks its node whether it is there."""
         self.store().stat()
         return []
-
-    def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
-        """Empty rows: there is no master to ask."""
-        return [[] for _ in keys]
 
 
 def name_of_client(port: int) -> str:
