@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -75,6 +76,59 @@ def test_a_row_that_makes_no_sense_changes_nothing(
     assert not key.exists()
     assert run(["tenants", "list"]) == 2
     assert "set cluster.tenants_file" in capsys.readouterr().err
+
+
+def test_the_file_keeps_its_owner_and_mode_and_a_link_stays_one(tmp_path: Path) -> None:
+    """As an operator adds a row with sudo: the node's user has to read the file after that."""
+    file, link = tmp_path / "real" / "tenants.toml", tmp_path / "tenants.toml"
+    file.parent.mkdir()
+    add(file, "search", "writer")
+    link.symlink_to(file)
+    owner = (12345, 12346) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    os.chown(file, *owner)
+    file.chmod(0o400)
+    add(link, "search", "reader")
+    assert link.is_symlink()
+    found = file.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (*owner, 0o400)
+    assert [each.role for each in read_tenants(str(file))] == ["writer", "reader"]
+    assert [path.name for path in file.parent.iterdir() if path.suffix != ".key"] == ["tenants.toml"]
+
+
+def test_a_row_waits_for_one_that_is_being_added(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    add(file, "first", "writer")
+    lock = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as another command does that has read the file already
+        command = [sys.executable, "-m", "moonpool", "tenants", "add", "second", "--role", "writer"]
+        more = ["--file", str(file), "--key-file", str(tmp_path / "second.key")]
+        with subprocess.Popen([*command, *more]) as second:
+            until(lambda: _waits_for_a_lock(second.pid) or second.poll() is not None, DEADLINE_S)
+            assert second.returncode is None
+            assert [each.name for each in read_tenants(str(file))] == ["first"]
+            row = '[[tenants]]\nname = "other"\nrole = "reader"\nkeys = ["0123456789abcdef"]\n'
+            file.write_text(file.read_text() + row)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert second.wait(DEADLINE_S) == 0
+    finally:
+        os.close(lock)
+    assert [each.name for each in read_tenants(str(file))] == ["first", "other", "second"]
+
+
+def _waits_for_a_lock(pid: int) -> bool:
+    """Whether the kernel lists the process as one that a lock keeps waiting."""
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return any(line[1] == "->" and line[5] == str(pid) for line in lines)
+
+
+def test_a_row_is_added_to_a_file_that_has_none_yet(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text("# of the cluster in the north\n")
+    file.chmod(0o600)
+    add(file, "search", "writer")
+    assert file.read_text().startswith("# of the cluster in the north\n")
+    assert [each.name for each in read_tenants(str(file))] == ["search"]
 
 
 def test_a_node_and_its_clients_by_settings_alone(runtime: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,15 +71,25 @@ def add(
     """Add a row with a random key, and with a salt where it is the tenant's first; write the key to a file of
     mode 0600, for the tenant's clients. Nodes and masters read the file again by themselves.
     """
-    import secrets
+    import os
 
-    from moonpool.core.config.paths import write_private
-    from moonpool.core.config.tenants_file import ROLES, read_tenants, tenants_text
+    from moonpool.core.config.tenants_file import ROLES
 
-    tenants = _file(file, config)
+    tenants = Path(os.path.realpath(_file(file, config)))  # a link stays one
     key_file = key_file or Path(f"{name}-{role}.key")
     if role not in ROLES:
         raise _wrong(f"--role is {role!r}; it is one of {', '.join(ROLES)}")
+    with _alone_in(tenants.parent):
+        _add(tenants, name, role, key_file, no_salt=no_salt)
+    print(f"added the {role} of {name} to {tenants}; its clients need {key_file} (cluster.tenant_key_file)")
+
+
+def _add(tenants: Path, name: str, role: str, key_file: Path, *, no_salt: bool) -> None:
+    import secrets
+
+    from moonpool.core.config.paths import write_private
+    from moonpool.core.config.tenants_file import read_tenants, tenants_text
+
     if key_file.exists():
         raise _wrong(f"{key_file} is there already; give another with --key-file")
     rows = read_tenants(str(tenants), may_have_none=True) if tenants.exists() else []
@@ -89,16 +101,54 @@ def add(
     salt = known[0] if known else "" if no_salt else secrets.token_hex(16)
     row = _row(name, role, secrets.token_hex(32), salt)
     # What stands in the file stays as it is, with its comments.
-    before = tenants.read_text().rstrip("\n") + "\n\n" if tenants.exists() else ""
+    before = tenants.read_bytes().rstrip(b"\n") + b"\n\n" if tenants.exists() else b""
     draft = tenants.with_name(f".{tenants.name}-{secrets.token_hex(4)}")
-    write_private(draft, (before + tenants_text([row])).encode())
+    write_private(draft, before + tenants_text([row]).encode())
     try:
         read_tenants(str(draft))
+        if tenants.exists():
+            _give_owner_and_mode(draft, tenants)
         write_private(key_file, row.keys[0].encode() + b"\n")
         draft.replace(tenants)
     finally:
         draft.unlink(missing_ok=True)
-    print(f"added the {role} of {name} to {tenants}; its clients need {key_file} (cluster.tenant_key_file)")
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Of two commands that add rows one waits: it would write the file without the row of the other."""
+    import fcntl
+    import os
+
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _wrong(f"{folder} cannot be read: {error.strerror}") from error
+    try:
+        with suppress(OSError):  # some file systems of a network lock no folders
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _give_owner_and_mode(draft: Path, tenants: Path) -> None:
+    """Those of the file, which the node's user can read, also where root adds a row."""
+    import os
+    import stat
+
+    own, wanted = draft.stat(), tenants.stat()
+    try:
+        if own.st_uid != wanted.st_uid:
+            os.chown(draft, wanted.st_uid, -1)
+    except OSError as error:
+        raise _wrong(
+            f"{tenants} belongs to the user {wanted.st_uid}, as whom this command must run, or as root"
+        ) from error
+    if own.st_gid != wanted.st_gid:
+        with suppress(PermissionError):  # its mode gives the group nothing
+            os.chown(draft, -1, wanted.st_gid)
+    os.chmod(draft, stat.S_IMODE(wanted.st_mode))
 
 
 def _row(name: str, role: str, key: str, salt: str) -> TenantRow:
