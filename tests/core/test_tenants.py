@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import resource
+import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,9 +31,24 @@ from moonpool.core.service.tenant_keys import TenantKeys
 from moonpool.core.store.types import Presence
 from tests.token_file import TokenFile
 
+from ..cluster.tcp_wire import TcpWire
 from .store_bed import MIB, TOKEN, until
 from .tenants_bed import ROWS, SALTS, TenantsPool, hash_without_salt, row, secret, to_master_by_node
-from .wire_client import COMMIT, LEASE, ONE_WAY, RELAY, REMOVE, Wire, commit, lease, remove
+from .wire_client import (
+    COMMIT,
+    LEASE,
+    ONE_WAY,
+    OPEN_SPACE,
+    PUT,
+    RELAY,
+    REMOVE,
+    Wire,
+    commit,
+    lease,
+    open_space,
+    put,
+    remove,
+)
 
 WRONG = "no key of tenant"
 LOCATE, PLACE, FORGET, ORDERED = 36, 37, 38, 41
@@ -139,7 +155,8 @@ def test_roles(pool: TenantsPool) -> None:
                 store.list()
         assert [entry.key for entry in admin.list()] == [b"key"]
         directory = pool.directory("a", secret("a", "reader"))
-        assert len(directory.locate(hash_without_salt("a", b"key"))) == 1
+        (holders,) = directory.locate(near._client.key_hashes([b"key"]))
+        assert len(holders) == 1
         with pytest.raises(AuthError, match="may not put, replace or remove"):
             directory.forget(hash_without_salt("a", b"key"), [])
         with pytest.raises(AuthError, match="may not put, replace or remove"):
@@ -172,6 +189,26 @@ def test_a_reader_cannot_map_the_arena_writable(pool: TenantsPool) -> None:
                 continue
             with pytest.raises(PermissionError):
                 mmap.mmap(arena, mmap.PAGESIZE)
+
+
+def test_a_node_refuses_a_reader_that_puts_over_tcp_all_the_same(pool: TenantsPool) -> None:
+    """The bytes of the objects stand behind the head: the connection ends."""
+    key = secret("a", "reader")
+    with TcpWire(socket.create_connection(_host_and_port(pool.place("one", far=True)), 10.0)) as wire:
+        wire.prove(key, b"store", b"a")
+        (wire.space,) = struct.unpack("<I", wire.ask(OPEN_SPACE, open_space(b"default", b"")).body)
+        assert wire.ask(REMOVE, remove(wire.space, [b"key"])).error[0] == 2
+        data = bytes(MIB)
+        wire.send(PUT, put(wire.space, [(_native.crc32c(data), b"key", b"", data)]), request_id=5)
+        refused = wire.receive()
+        assert refused.request_id == 0
+        assert refused.error[0] == 2
+        assert 'the key of tenant "a" has the role reader' in refused.error[1]
+        wire.socket.shutdown(socket.SHUT_WR)
+        assert wire.is_closed()
+    with pool.store("a", key) as store:
+        assert store.get("key") is None
+    assert pool.nodes["one"].metrics()["objects"] == 0
 
 
 def test_a_node_passes_no_removal_of_a_reader_on(tmp_path: Path) -> None:
@@ -498,6 +535,11 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         read_tenants(str(file.path))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tenants(str(tmp_path / "absent"))
+
+
+def _host_and_port(place: str) -> tuple[str, int]:
+    host, _, port = place.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
 
 
 def _connections(pool: TenantsPool) -> dict[str, int]:
