@@ -167,12 +167,14 @@ class ProducerWorker:
         elif waiting is None and not self._has_room_for(transfer):
             why = "too many transfers are waited for"
             return [(want.reply, Gone(transfer, why, self._address))]
+        held = self._by_transfer.get(transfer)
         if waiting is None:
-            waiting = self._waiting[transfer] = Waiting(taker, want.readers, now_s)
+            # Others of its workers may have left before this one came.
+            left = set() if held is None else set(held.done.get(taker, ()))
+            waiting = self._waiting[transfer] = Waiting(taker, want.readers, now_s, left=left)
         waiting.heard_s, waiting.readers = now_s, want.readers
         waiting.replies.add(want.reply)
         waiting.left.discard(want.reply)
-        held = self._by_transfer.get(transfer)
         outbox: Outbox = []
         if held is not None:
             self._attached(held, [want.reply], outbox)

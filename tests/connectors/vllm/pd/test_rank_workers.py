@@ -22,7 +22,7 @@ from moonpool.connectors.vllm.pd.rank_pairs import Share
 from moonpool.connectors.vllm.pd.step_plan import End, HandoverStep, Open, Refuse
 from moonpool.connectors.vllm.reach import NULL_BLOCK
 from moonpool.core.errors import Unavailable
-from tests.connectors.vllm.pd.rank_memory import LAYOUTS
+from tests.connectors.vllm.pd.rank_memory import LAYOUTS, Shape
 from tests.connectors.vllm.pd.rank_worlds import LEASE, RankedEngine, engine
 from tests.connectors.vllm.pd.worlds import DEADLINE_S, PROMPT, eventually
 
@@ -119,7 +119,7 @@ def test_a_transfer_is_asked_for_while_a_long_read_lasts(sizes: tuple[int, int])
     blocks = list(range(PIECE_BLOCKS + 4))
     asked = threading.Event()
     with ExitStack() as stack:
-        prefill, decode = engines(stack, *sizes, transports=["tcp"], blocks=len(blocks))
+        prefill, decode = engines(stack, *sizes, transports=["tcp"], shape=Shape(blocks=len(blocks)))
         url = stack.enter_context(prefill.page())
         begun, late = [], []
 

@@ -65,6 +65,16 @@ class TestGives:
         ]
         assert one.want(Want("x", "E"), 0.0) == [("E", Gone("x", "another engine takes this transfer"))]
 
+    def test_a_worker_that_leaves_before_another_one_comes_is_not_waited_for(self) -> None:
+        one, slots = gives()
+        one.begin(opened(), ())
+        one.done(Done(0, "x", LEFT, "D0", "D", 2), 0.0)
+        one.want(Want("x", "D1", "D", 2), 0.0)
+        assert slots == {0: 1}
+        one.done(Done(1, "x", "", "D1", "D", 2), 0.0)
+        assert slots == {0: 0}
+        assert one.take_heartbeats()[1] == {1: 1}
+
     def test_an_end_is_told_but_not_when_it_begins_anew(self) -> None:
         one, _ = gives()
         one.begin(opened(), ())
