@@ -139,6 +139,8 @@ class _Cluster:
         """All have to prove the token to it anew."""
         self.master.stop()
         self.master = self._master()
+        # A node may have yet to hear that the former one is gone.
+        until(lambda: [row.member.state for row in self.master.nodes()[1]] == ["alive"] * len(self.nodes))
         for node in self.nodes.values():
             until(lambda node=node: node.membership()[0])
 

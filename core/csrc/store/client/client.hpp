@@ -266,7 +266,7 @@ class Client {
                 int timeout_ms, Places& at, std::string& refusal);
     void keep_what_is_there(Pool& pool, std::vector<Group>& nodes, std::span<const PutItem> stripes,
                             Places& at, std::string& refusal);
-    static std::vector<Group> alive(const Members& members);
+    static std::vector<Group> takers(const Members& members);
     Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
     // Keys of one range, where there are several and the put replaces.
     Result<PutReport> put_some(std::span<const PutItem> given, const PutOptions& options, size_t attempt = 1);

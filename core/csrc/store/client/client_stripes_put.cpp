@@ -74,10 +74,15 @@ bool Client::too_large_for_one(const PutItem& item) {
     return pool() != nullptr;
 }
 
-std::vector<Client::Group> Client::alive(const Members& members) {
+// Those that are alive. Where there is none, those that join: while all nodes meet a new master, each may have
+// yet to drop what is older, and stripes are new.
+std::vector<Client::Group> Client::takers(const Members& members) {
     std::vector<Group> nodes;
-    for (const Member& member : members.rows) {
-        if (member.state == MemberState::kAlive) nodes.push_back({member, {}});
+    for (MemberState state : {MemberState::kAlive, MemberState::kJoining}) {
+        for (const Member& member : members.rows) {
+            if (member.state == state) nodes.push_back({member, {}});
+        }
+        if (!nodes.empty()) break;
     }
     return nodes;
 }
@@ -180,12 +185,16 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         }
     }
     // Every stripe goes to the next node: writing and reading use the memory and the network of all.
-    std::vector<Group> nodes = alive(**members);
+    std::vector<Group> nodes = takers(**members);
+    if (nodes.empty()) {
+        report.refusal = "no node is in touch with the master that could take the stripes of a large object";
+        return success();
+    }
     Manifest manifest;
     manifest.id = random_incarnation();
     manifest.size = total(item.parts);
     manifest.stripe_bytes = std::clamp<uint64_t>(session->object_bytes_max() / 4, 64u << 10, kStripeBytesMax);
-    if (nodes.empty() || !manifest.within_limits()) {
+    if (!manifest.within_limits()) {
         report.refusal = "an object of " + std::to_string(manifest.size) + " bytes has over " +
                          std::to_string(kStripesMax) + " stripes, the limit";
         return success();
@@ -265,7 +274,7 @@ void Client::copy_striped(Pool& pool, const PutItem& item, const PutOptions& opt
         report.short_of_copies = located.error().text;
         return;
     }
-    std::vector<Group> nodes = alive(*located->members);
+    std::vector<Group> nodes = takers(*located->members);
     Places at(names.size());
     for (size_t k = 0; k < at.size(); ++k) {
         for (const Holder& holder : located->keys[k]) {

@@ -26,13 +26,13 @@ namespace moonpool {
 
 struct PoolOptions {
     std::string tenant = "default";
-    std::string salt{};  // of the hashes of its keys (store/shared/space.hpp); empty: none
     uint64_t arena_bytes = 0;
     // 0: one per KiB of arena, at least 4,096, up to 8 Mi, and beyond that one per 64 KiB. Their tables take
     // memory as they are used only.
     uint32_t objects_max = 0;
     uint64_t slab_bytes = 0;  // 0: 1/128 of the arena, between 256 KiB and 8 MiB
     double object_share = 0.25;
+    std::string salt{};  // of the hashes of its keys (store/shared/space.hpp); empty: none
 };
 
 class Pool {
