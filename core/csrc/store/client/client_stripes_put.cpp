@@ -74,8 +74,8 @@ bool Client::too_large_for_one(const PutItem& item) {
     return pool() != nullptr;
 }
 
-// Those that are alive. Where there is none, those that join: while all nodes meet a new master, each may have
-// yet to drop what is older, and stripes are new.
+// Those that are alive. Where there is none, those that join: while all nodes meet a new master, each may
+// have yet to drop what is older, and stripes are new.
 std::vector<Client::Group> Client::takers(const Members& members) {
     std::vector<Group> nodes;
     for (MemberState state : {MemberState::kAlive, MemberState::kJoining}) {
