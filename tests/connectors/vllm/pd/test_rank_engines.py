@@ -93,8 +93,8 @@ class Line:
 
 @pytest.fixture(scope="module")
 def plain(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with tempfile.TemporaryDirectory(prefix="moonpool-") as nobody:
-        engine = Engine(vllm_python, models[0], Path(nobody), tmp_path_factory.mktemp("plain") / "log")
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as no_pool:
+        engine = Engine(vllm_python, models[0], Path(no_pool), tmp_path_factory.mktemp("plain") / "log")
         yield engine
         engine.close()
 
@@ -105,14 +105,14 @@ def line(
 ) -> Iterator[Line]:
     with ExitStack() as stack:
         (port,) = stack.enter_context(held_ports(1))
-        nobody = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
+        no_pool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
 
         def engine(name: str, size: Size, **extra: Any) -> Engine:
             extra = {"compute_if_faster": False, "lease_s": LEASE_S, **extra}
             made = Engine(
                 vllm_python,
                 model,
-                nobody,
+                no_pool,
                 folder / name,
                 kv_transfer_config={**KV_CONFIG, "kv_connector_extra_config": extra},
                 kv_cache_memory_bytes=BLOCKS * BLOCK_TOKENS * BYTES_PER_TOKEN // (min(size[0], 2) * size[1]),
