@@ -84,7 +84,8 @@ MemberHooks SimNode::hooks(const Range& range) {
             [this, range](Version before, Version& cursor, std::vector<Drop>& rows) {
                 if (planted_.handover_lost) return kNoVersion;
                 return removals_->before(range.index, before, cursor, kRemovalsPerFrame, rows);
-            }};
+            },
+            [this] { return has_disk_; }};
 }
 
 std::vector<Version> SimNode::all_applied() const {

@@ -44,7 +44,7 @@ Status MemberProtocol::connected(const std::string& peer, Send send) {
     write_event_endpoints(w, options_.identity);
     const bool is_empty = hooks_.is_empty();
     w.number(is_empty ? UINT64_MAX : std::min(hooks_.applied(), checked));
-    if (!is_empty && !has_joined_) w.number(kJoinRecovered);
+    if (!is_empty && !has_joined_ && hooks_.recovered && hooks_.recovered()) w.number(kJoinRecovered);
     finish_frame(out_, at);
     link_.asked_ms = now_();
     return link_.send(out_);

@@ -52,6 +52,8 @@ struct MemberHooks {
     // (0: the beginning), in the order of their versions. -> up to which it does not know all that it was
     // told.
     std::function<Version(Version before, Version& cursor, std::vector<Drop>& rows)> removals;
+    // Whether what it held when it began came from a disk; null: no.
+    std::function<bool()> recovered = nullptr;
 };
 
 struct MemberCounters {

@@ -76,7 +76,8 @@ MemberHooks NodeMember::hooks(const Range& range) {
             [this] { return is_empty(); },
             [this, range](Version before, Version& cursor, std::vector<Drop>& rows) {
                 return this->removals(before, cursor, rows, range);
-            }};
+            },
+            [this] { return ssd_ != nullptr; }};
 }
 
 Status NodeMember::start() {
