@@ -107,7 +107,7 @@ def test_an_elected_owner_hands_over_and_follows_as_the_key_says(elected: Electe
     asked = heir.moonpool("promote")
     removed = 0
     while asked.is_running or removed < 5:
-        on_b.put([f"r{removed}"], SIZE)
+        assert on_b.put([f"r{removed}"], SIZE, replace=True)[0][0] == "stored"
         assert on_a.remove([f"r{removed}"]) == [True], removed
         removed += 1
     assert asked.wait() == 0, asked.text()

@@ -276,7 +276,9 @@ def test_puts_go_elsewhere_when_the_own_node_is_gone(pool: Pool) -> None:
     pool.nodes.pop("a").stop()
     assert a.put("new", b"1") == STORED
     assert bytes(b.get("new")) == b"1"
-    assert a.put("k", b"new", replace=True) == STORED
+    replaced = a.put("k", b"new", replace=True)
+    assert replaced
+    assert replaced.reason == "an older value may still be on this host's node"
     assert bytes(b.get("k")) == b"new"
     with pytest.raises(Unavailable):
         a.get("never")

@@ -40,7 +40,10 @@ MasterServer::MasterServer(MasterServerOptions options)
       clients_max_(options_.clients_max),
       noted_nodes_max_(options_.master.membership.members_max) {}
 
-MasterServer::~MasterServer() { stop(); }
+MasterServer::~MasterServer() {
+    stop();
+    if (agent_ != nullptr && agent_->in_child()) (void)agent_.release();
+}
 
 Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions options) {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a master needs a cluster token"};

@@ -46,6 +46,8 @@ class StandbyAgent {
 
     Status start();
     void stop();  // idempotent
+    // In a child of fork() it must not be destroyed: the thread that waits in it is the parent's.
+    bool in_child() const { return thread_.in_child(); }
     bool is_connected() const { return live_fd_ >= 0; }
     // Any thread. address: where this master is reached; empty: it asks no more.
     void ask_hand_over(const std::string& address) {

@@ -61,6 +61,7 @@ class Engines:
     def run(self, model: str, prompts: list[list[int]], *, pool: bool, **args: Any) -> dict[str, Any]:
         how = {"together": args.pop("together", False), "max_tokens": args.pop("max_tokens", TOKENS)}
         given = {"model": str(self.model(model)), "dtype": "bfloat16", **args}
+        given["mamba_ssm_cache_dtype"] = "bfloat16"  # else the processor decides, and with it the block
         if pool:
             given.setdefault("kv_transfer_config", KV_CONFIG)
         return self.bed.run(given, prompts, **how)

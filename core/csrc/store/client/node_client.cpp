@@ -98,6 +98,7 @@ void NodeClient::take_salt(const std::string& salt) {
 }
 
 Status NodeClient::check_may_write() {
+    if (fork_.in_child()) return success();  // the call itself says so; a lock may be the parent's
     std::shared_ptr<Session> session = current();
     return session == nullptr ? success() : session->check_may_write();
 }
