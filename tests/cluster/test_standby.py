@@ -15,11 +15,13 @@ SIZE = 1000
 AGAIN_S = 1.5  # lookups after the owner's death; waits are five times as long, and print what they measured
 
 
-def with_a_standby(cluster: Cluster, **settings: object) -> tuple[list[Node], Process]:
-    """Two nodes; standby_host is known before they start."""
+def with_a_standby(
+    cluster: Cluster, patience_s: float = 0.5, **settings: object
+) -> tuple[list[Node], Process]:
+    """Two nodes, whose clients wait so long for a master; standby_host is known before they start."""
     cluster.start_master()
     standby = cluster.start_standby(**settings)
-    nodes = cluster.start("a", "b", master=False)
+    nodes = cluster.start("a", "b", master=False, clients_master_timeout_s=patience_s)
     for node in nodes:
         until(lambda node=node: node.metric("masters_joined") == 2)
     cluster.wait_alive(2)
@@ -86,7 +88,7 @@ def test_a_standby_answers_at_once_and_orders_removals_once_it_is_promoted(clust
 
 def test_an_owner_hands_over_while_clients_remove_and_read_and_then_follows(cluster: Cluster) -> None:
     """And back, so that each of the two can be stopped and upgraded; every call is answered as before."""
-    (a, b), _ = with_a_standby(cluster)
+    (a, b), _ = with_a_standby(cluster, patience_s=10.0)
     on_a, on_b = cluster.puppet(a.host), cluster.puppet(b.host)
     names = [f"k{i}" for i in range(40)]
     on_b.put(names, SIZE)
