@@ -163,11 +163,7 @@ bool MasterLink::postpones(const FrameHeader& header, Reader body) {
     return header.kind == Kind::kForget;
 }
 
-void MasterLink::refuse_hand_over(const Error& why) {
-    size_t at = begin_frame(out_, Kind::kHandOver, kFlagOneWay, 0);
-    write_error_body(Writer(out_), why.code, why.text);
-    finish_frame(out_, at);
-}
+void MasterLink::refuse_hand_over(const Error& why) { write_hand_over_refusal(out_, why); }
 
 bool MasterLink::go_on() {
     const uint64_t now = now_ms();

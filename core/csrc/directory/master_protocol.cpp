@@ -254,10 +254,7 @@ Status MasterProtocol::on_hand_over(Reader body, std::vector<std::byte>& out) {
     auto told = body.number<uint32_t>();
     if (!body.done()) return malformed("is no HAND_OVER");
     std::optional<Error> why = host_.on_hand_over(address, told);
-    if (!why) return success();
-    size_t at = begin_frame(out, Kind::kHandOver, kFlagOneWay, 0);
-    write_error_body(Writer(out), why->code, why->text);
-    finish_frame(out, at);
+    if (why) write_hand_over_refusal(out, *why);
     return success();
 }
 

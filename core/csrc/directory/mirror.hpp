@@ -18,6 +18,7 @@
 #include "directory/protocol.hpp"
 #include "directory/removal_log.hpp"
 #include "wire/auth.hpp"
+#include "wire/error_frame.hpp"
 #include "wire/frame.hpp"
 
 namespace moonpool {
@@ -26,6 +27,13 @@ inline constexpr uint8_t kMirrorBegins = 1;  // what the standby knew before is 
 inline constexpr uint8_t kMirrorWhole = 2;   // with this frame it knows all
 inline constexpr uint8_t kMirrorYours = 4;   // with this frame it is the owner, and the sender is not
 inline constexpr uint8_t kMirrorGives = 8;   // the owner knows HAND_OVER; one of the release before does not
+
+// HAND_OVER back to the standby that asked for it: why it stays one.
+inline void write_hand_over_refusal(std::vector<std::byte>& out, const Error& why) {
+    size_t at = begin_frame(out, Kind::kHandOver, kFlagOneWay, 0);
+    write_error_body(Writer(out), why.code, why.text);
+    finish_frame(out, at);
+}
 
 // At the begin of each MIRROR frame; its records follow.
 struct MirrorHead {

@@ -10,8 +10,8 @@
 
 namespace moonpool {
 
-// Who has a descriptor can open the file again, by /proc/self/fd, with any mode that its permissions allow.
-// So a process of another user cannot: what it was given to read it only reads.
+// A process that has a descriptor can open the file again, by /proc/self/fd, with any mode that the file's
+// permissions allow. A process of another user cannot then: what it was given to read it only reads.
 inline Status keep_private(int fd) {
     if (::fchmod(fd, S_IRUSR) != 0) return os_error("fchmod of a memfd");
     return success();

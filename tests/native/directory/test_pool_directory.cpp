@@ -3,8 +3,8 @@
 
 #include <future>
 
+#include "../transport/relay.hpp"
 #include "directory/pool_directory.hpp"
-#include "gate.hpp"
 #include "server_bed.hpp"
 
 namespace moonpool {
@@ -219,29 +219,29 @@ TEST_CASE("pool directory: a peer that expects another range is refused, and tol
 TEST_CASE("pool directory: the masters of all ranges are asked at once") {
     Bed bed;
     for (uint64_t n = 0; n < 100; ++n) bed.put(n);
-    Gate first(bed.addresses[0]), second(bed.addresses[1]);
+    Relay first(bed.addresses[0]), second(bed.addresses[1]);
     PoolDirectory directory(client_options(first.address() + ";" + second.address()));
     std::vector<Hash128> keys = hashes(0, 100);
     REQUIRE(until([&] { return found(directory, keys) == 100; }));
     LocateOptions prefix;
     prefix.prefix = true;
-    first.hold();
-    size_t asked = second.asked();
+    first.cut_all();
+    uint64_t asked = second.took(0);
     auto located = std::async(std::launch::async, [&] { return found(directory, keys, prefix); });
-    CHECK(until([&] { return second.asked() > asked; }, 4000));
-    first.open();
+    CHECK(until([&] { return second.took(0) > asked; }, 4000));
+    first.join();
     CHECK(located.get() == 100);
-    first.hold();
-    asked = second.asked();
+    first.cut_all();
+    asked = second.took(0);
     auto forgot = std::async(std::launch::async, [&] { return directory.forget(keys); });
-    CHECK(until([&] { return second.asked() > asked; }, 4000));
-    first.open();
+    CHECK(until([&] { return second.took(0) > asked; }, 4000));
+    first.join();
     CHECK(forgot.get().ok());
 }
 
 TEST_CASE("pool directory: of several silent masters a call waits as long as for one") {
     Bed bed;
-    Gate first(bed.addresses[0]), second(bed.addresses[1]);
+    Relay first(bed.addresses[0]), second(bed.addresses[1]);
     DirectoryClientOptions options = client_options(first.address() + ";" + second.address());
     options.timeout_ms = 3000;
     PoolDirectory directory(options);
@@ -250,8 +250,8 @@ TEST_CASE("pool directory: of several silent masters a call waits as long as for
         auto all = directory.locate(keys);
         return all && all->unreached.empty();
     }));
-    first.hold();
-    second.hold();
+    first.cut_all();
+    second.cut_all();
     auto begun = std::chrono::steady_clock::now();
     Result<LocateAnswer> answer = directory.locate(keys);
     auto took = std::chrono::steady_clock::now() - begun;
@@ -259,8 +259,8 @@ TEST_CASE("pool directory: of several silent masters a call waits as long as for
     CHECK(answer.error().code == Code::kTimeout);
     CHECK(took >= std::chrono::milliseconds(2900));
     CHECK(took < std::chrono::milliseconds(5500));
-    first.open();
-    second.open();
+    first.join();
+    second.join();
     CHECK(until([&] {
         auto all = directory.locate(keys);
         return all && all->unreached.empty();

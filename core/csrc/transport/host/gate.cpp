@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "memory/seal.hpp"
 #include "wire/auth.hpp"
 
 namespace moonpool::transport::host {
@@ -17,9 +18,7 @@ Result<std::unique_ptr<Gate>> Gate::create(uint64_t generation) {
     gate->fd_.reset(::memfd_create("moonpool-gate", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!gate->fd_.valid()) return os_error("memfd_create");
     if (::ftruncate(gate->fd_.get(), kGateBytes) != 0) return os_error("ftruncate of a memfd");
-    if (::fcntl(gate->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-        return os_error("sealing a memfd");
-    }
+    if (Status status = seal_memory(gate->fd_.get(), false); !status) return status.error();
     Result<Mapping> mapping = Mapping::map(gate->fd_.get(), kGateBytes, true);
     if (!mapping) return mapping.error();
     gate->mapping_ = std::move(*mapping);

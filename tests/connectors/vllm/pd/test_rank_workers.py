@@ -192,6 +192,19 @@ def test_a_worker_of_prefill_that_cannot_be_reached_now(caplog: pytest.LogCaptur
         assert "a prompt is not handed over: it rests" in caplog.text
 
 
+def done_at(giver: HandoverWorker) -> list[str]:
+    """The addresses of decode workers that say Done to this one, as they do."""
+    done: list[str] = []
+    hear = giver._producer.done
+
+    def heard(message: Any, now_s: float) -> None:
+        hear(message, now_s)
+        done.append(message.reply)
+
+    giver._producer.done = heard  # type: ignore[method-assign]
+    return done
+
+
 @pytest.mark.parametrize("leaves", ["refuses", "another engine"])
 def test_one_worker_does_not_end_the_lease_of_another(leaves: str) -> None:
     """In the two-step form, where several requests may bring one offer: to an engine that refuses the second
@@ -200,14 +213,7 @@ def test_one_worker_does_not_end_the_lease_of_another(leaves: str) -> None:
         prefill, decode = engines(stack, 1, 2)
         (giver,) = prefill.workers
         source = prefill.offer(THERE)
-        done = []
-        hear = giver._producer.done
-
-        def heard(message: Any, now_s: float) -> None:
-            hear(message, now_s)
-            done.append(message.reply)
-
-        giver._producer.done = heard  # type: ignore[method-assign]
+        done = done_at(giver)
         decode.hold(source, 6)
         decode.pull(HERE, ranks=slice(0, 1))
         decode.ended(slice(0, 1))
@@ -287,14 +293,7 @@ def test_a_lease_lasts_until_every_reader_is_done(form: str, leaves: str) -> Non
     with ExitStack() as stack:
         prefill, decode = engines(stack, 1, 2)
         (giver,) = prefill.workers
-        done = []
-        hear = giver._producer.done
-
-        def heard(message: Any, now_s: float) -> None:
-            hear(message, now_s)
-            done.append(message.reply)
-
-        giver._producer.done = heard  # type: ignore[method-assign]
+        done = done_at(giver)
         if form == "two-step":
             decode.hold(prefill.offer(THERE), 6)
         else:
