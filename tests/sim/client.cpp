@@ -578,25 +578,31 @@ void SimClient::end_removal(const RemovalRef& removal, std::function<void()> the
         for (const Member& member : list()->rows) done.told[0].push_back(member.id);
     }
     auto last = std::make_shared<Result<std::vector<Version>>>(std::vector<Version>{});
-    const std::vector<NodeItems> none;
-    const std::vector<NodeItems>& witnesses = planted_.one_told ? none : removal->steps->witnesses();
-    removal->waits_for = 1 + witnesses.size();
+    removal->waits_for = 2;
     auto one = [removal, last, then] {
         if (--removal->waits_for != 0) return;
         removal->steps->ended(*last);
         then();
     };
-    for (const NodeItems& node : witnesses) {
-        remove_at(at(node.member), removal->call->name, removal->steps->versions(),
-                  [removal, node, one](const Result<std::vector<uint8_t>>& flags) {
-                      removal->steps->witnessed(node, flags);
-                      one();
-                  });
-    }
+    tell_witnesses(removal, one);
     ordered(done, [last, one](const Result<std::vector<Version>>& answer) {
         *last = answer;
         one();
     });
+}
+
+void SimClient::tell_witnesses(const RemovalRef& removal, std::function<void()> then) {
+    std::vector<NodeItems> witnesses;
+    if (!planted_.one_told) witnesses = removal->steps->witnesses();
+    if (witnesses.empty()) return then();
+    auto left = std::make_shared<size_t>(witnesses.size());
+    for (const NodeItems& node : witnesses) {
+        remove_at(at(node.member), removal->call->name, removal->steps->versions(),
+                  [this, removal, node, left, then](const Result<std::vector<uint8_t>>& flags) {
+                      removal->steps->witnessed(node, flags);
+                      if (--*left == 0) tell_witnesses(removal, then);
+                  });
+    }
 }
 
 void SimClient::go_on(const RemovalRef& removal) {
@@ -727,7 +733,7 @@ void SimClient::end_order(const std::shared_ptr<Put>& put) {
         }
         if (!put->older) return finish(put->call, outcome);
         // The master had taken it for given up.
-        if (++put->attempts == kAttemptsMax) return finish(put->call, Operation::kUnknown);
+        if (put->unanswered || ++put->attempts == kAttemptsMax) return finish(put->call, Operation::kUnknown);
         put->older = false;
         put->outcome = Operation::kUnknown;
         put->removal.reset();

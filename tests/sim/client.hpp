@@ -128,6 +128,7 @@ class SimClient final : public Process {
     void remove(const CallRef& call);
     RemovalRef begin_removal(const CallRef& call, bool own_too, std::function<void()> then);
     void end_removal(const RemovalRef& removal, std::function<void()> then);
+    void tell_witnesses(const RemovalRef& removal, std::function<void()> then);
     void go_on(const RemovalRef& removal);
     void one_told(const RemovalRef& removal);
     void end(const std::shared_ptr<Put>& put);

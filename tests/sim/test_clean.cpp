@@ -227,6 +227,44 @@ TEST_CASE("sim: a new master sends no client to a restarted node before the othe
     }
 }
 
+// 401295: a range's master was new, and a client that had never heard the former one removed a key. A node
+// that was cut off from that master alone was not told, and was read.
+TEST_CASE("sim: a client that never heard a range's former master tells the nodes that other ranges list") {
+    Conditions c = clean_conditions();
+    c.ranges = 3;
+    c.restarts = c.cuts = c.broken_links = c.master_restarts = 1;
+    c.stops = 2;
+    c.disks = true;
+    Search found = search(401295, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
+// 401232 and 500548: a first attempt of a replacement was read, and replaced or removed; a second one brought
+// the value back.
+TEST_CASE("sim: a replacement of which a node may have shown the bytes is not put again") {
+    Conditions c = clean_conditions();
+    c.restarts = c.standby_restarts = c.cuts = c.broken_links = 2;
+    c.standby = true;
+    Search found = search(401232, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    c = clean_conditions();
+    c.ranges = 3;
+    c.restarts = c.cuts = c.broken_links = 1;
+    c.stops = 2;
+    c.disks = c.standby = c.owner_dies = true;
+    found = search(500548, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
+// 501165: the one other node that was to know of it did not answer; the own node and the master restarted.
+TEST_CASE("sim: where a node that is to know of a removal does not answer, another one is told") {
+    Conditions c = clean_conditions();
+    c.master_restarts = c.restarts = c.cuts = 1;
+    c.disks = true;
+    Search found = search(501165, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
 TEST_CASE("sim: a seed is one history") {
     Conditions c;
     c.restarts = c.stops = c.cuts = c.master_restarts = 1;

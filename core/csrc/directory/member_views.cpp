@@ -82,7 +82,24 @@ std::shared_ptr<const Members> MemberViews::of(uint32_t range) {
     auto view = std::make_shared<Members>(*list);
     for (Member& member : view->rows) member.id = numbers_.at(member.identity.incarnation);
     std::ranges::sort(view->rows, {}, &Member::id);
+    if (view->before == nullptr) view->before = others(*view);
     return view;
+}
+
+// The nodes that other ranges list, and that list does not.
+std::shared_ptr<const Members> MemberViews::others(const Members& list) const {
+    std::set<Incarnation> seen;
+    for (const Member& member : list.rows) seen.insert(member.identity.incarnation);
+    auto others = std::make_shared<Members>();
+    for (const Heard& heard : heard_) {
+        if (heard.list == nullptr) continue;
+        for (const Member& member : heard.list->rows) {
+            if (!seen.insert(member.identity.incarnation).second) continue;
+            others->rows.push_back(member);
+            others->rows.back().id = kNoNode;
+        }
+    }
+    return others;
 }
 
 void MemberViews::rebuild() {

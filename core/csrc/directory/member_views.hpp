@@ -26,6 +26,8 @@ class MemberViews {
     void hear(uint32_t range, const std::shared_ptr<const Members>& list, bool in_touch);
 
     const std::shared_ptr<const Members>& all();  // null: no master was ever heard
+    // Its `before`: those that the range's former master knew. A client that never heard that one has the
+    // nodes that other ranges list instead.
     std::shared_ptr<const Members> of(uint32_t range);
 
     // The number of a life, once it was on a list that was heard.
@@ -43,6 +45,7 @@ class MemberViews {
     };
 
     void rebuild();
+    std::shared_ptr<const Members> others(const Members& list) const;
     void number_lives();
 
     std::vector<Heard> heard_;

@@ -213,3 +213,15 @@ TEST_CASE("member views: a range whose master is new fills, and no other") {
     REQUIRE(all->find(life(2)) != nullptr);
     CHECK(all->find(life(2))->id == kNoNode);
 }
+
+TEST_CASE("member views: of a range whose former master was never heard, the others' nodes may be there") {
+    MemberViews views(2);
+    views.hear(0, list_of(1, {{1, 1, kAlive}, {2, 2, kAlive}}), true);
+    auto filling = list_of(1, {{5, 1, kAlive}});
+    views.hear(1, filling, true);
+    std::shared_ptr<const Members> of_second = views.of(1);
+    REQUIRE(of_second->before != nullptr);
+    REQUIRE(of_second->before->rows.size() == 1);
+    CHECK(of_second->before->rows[0].identity.incarnation == life(2));
+    CHECK(of_second->before->rows[0].id == kNoNode);
+}

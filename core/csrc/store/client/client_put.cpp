@@ -368,9 +368,11 @@ Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOpti
     if (options.replicas > 1) replicate(*others, items, options, wanted, report);
     if (removal) {
         end_replacement(*others, items, *removal, report);
-        // The master had taken it for given up before the bytes were here.
+        // The master had taken it for given up before the bytes were here. Where a node did not answer,
+        // clients may have read them and removed or replaced them since: a second attempt would bring them
+        // back.
         bool given_up = std::ranges::find(report.outcomes, PutOutcome::kOlder) != report.outcomes.end();
-        if (given_up && !options.unique && attempt < kAttemptsMax)
+        if (given_up && !options.unique && !report.unanswered && attempt < kAttemptsMax)
             return put_some(given, options, attempt + 1);
     }
     for (PutOutcome& outcome : report.outcomes) {

@@ -147,10 +147,12 @@ void Client::end_removal(Pool& pool, std::span<const std::string_view> names, Re
     if (steps.wants() != RemovalSteps::Wants::kEnd) return;
     if (!steps.versions().empty()) {
         return steps.ended(pool.directory->ordered(steps.done(), [&] {
-            WaitBudget most(kWitnessMs);
-            for (const Group& group : steps.witnesses()) {
-                std::vector<RemovedManifest> none;
-                steps.witnessed(group, tell(pool, names, steps, group, none));
+            for (auto* more = &steps.witnesses(); !more->empty(); more = &steps.witnesses()) {
+                WaitBudget most(kWitnessMs);
+                for (const Group& group : *more) {
+                    std::vector<RemovedManifest> none;
+                    steps.witnessed(group, tell(pool, names, steps, group, none));
+                }
             }
         }));
     }

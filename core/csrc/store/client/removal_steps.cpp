@@ -10,6 +10,9 @@ namespace {
 // Nodes, at least, that are to know of each removal.
 constexpr size_t kKnow = 2;
 
+// So often others are asked to know of it where some did not answer.
+constexpr int kWitnessRounds = 2;
+
 }  // namespace
 
 RemovalSteps::RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bool own_too,
@@ -23,6 +26,8 @@ RemovalSteps::RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bo
       later_(keys_.size()),
       removed_(keys_.size()),
       own_silent_(keys_.size()),
+      witness_silent_(keys_.size()),
+      witnessed_(keys_.size()),
       unsure_(keys_.size()),
       taken_(keys_.size()) {
     for (const Hash128& key : keys_) locations_.forget(key);
@@ -132,17 +137,19 @@ void RemovalSteps::plan(uint64_t now_ms, std::shared_ptr<const Members> known) {
 // Of each key, as many as are missing: holders in touch, the own node, and where the new bytes are know it by
 // now. Nodes of other hosts come first, so that the end of one host does not take both.
 std::vector<NodeItems>& RemovalSteps::witnesses() {
-    if (std::exchange(witnesses_chosen_, true) || versions_.empty()) return witnesses_;
+    witnesses_.clear();
+    if (versions_.empty() || ++witness_rounds_ > kWitnessRounds) return witnesses_;
     std::vector<size_t> missing(keys_.size());
     size_t left = 0;  // of all
     for (size_t i = 0; i < keys_.size(); ++i) {
-        if (taken_[i] == Taken::kFree) missing[i] = kKnow - std::min(kKnow, done_.told[i].size());
+        if (taken_[i] == Taken::kFree) missing[i] = kKnow - std::min(kKnow, know(i));
         left += missing[i];
     }
     for (bool same_host : {false, true}) {
         for (const Member& member : members_->rows) {
             if (left == 0) return witnesses_;
-            bool fits = member.state == MemberState::kAlive && member.identity.incarnation != own_;
+            bool fits = member.state == MemberState::kAlive && member.identity.incarnation != own_ &&
+                        !asked_witnesses_.contains(member.identity.incarnation);
             if (!fits || (member.identity.host_id == own_host_) != same_host) continue;
             NodeItems witness{member, {}};
             for (size_t i = 0; i < keys_.size(); ++i) {
@@ -152,11 +159,15 @@ std::vector<NodeItems>& RemovalSteps::witnesses() {
                 --missing[i];
                 --left;
             }
-            if (!witness.items.empty()) witnesses_.push_back(std::move(witness));
+            if (witness.items.empty()) continue;
+            asked_witnesses_.insert(member.identity.incarnation);
+            witnesses_.push_back(std::move(witness));
         }
     }
     return witnesses_;
 }
+
+size_t RemovalSteps::know(size_t item) const { return done_.told[item].size() + witnessed_[item]; }
 
 void RemovalSteps::told(uint64_t now_ms, const NodeItems& node, const Result<std::vector<uint8_t>>& flags) {
     if (!flags) {
@@ -186,9 +197,16 @@ void RemovalSteps::own_told(const Result<std::vector<uint8_t>>& flags) {
     }
 }
 
-// It need not answer: it has no copy that the directory knows of, and need not serve this tenant.
 void RemovalSteps::witnessed(const NodeItems& node, const Result<std::vector<uint8_t>>& flags) {
-    for (size_t k = 0; flags && k < node.items.size(); ++k) removed_[node.items[k]] |= (*flags)[k];
+    for (size_t k = 0; k < node.items.size(); ++k) {
+        const size_t i = node.items[k];
+        if (flags) {
+            removed_[i] |= (*flags)[k];
+            ++witnessed_[i];
+        } else {
+            witness_silent_[i] = 1;
+        }
+    }
 }
 
 void RemovalSteps::all_told() { wants_ = has_master_ ? Wants::kEnd : Wants::kDone; }
@@ -234,6 +252,10 @@ void RemovalSteps::ended(const Result<std::vector<Version>>& last) {
     if (!last) {
         for (size_t i = 0; i < keys_.size(); ++i) doubt(i, "nodes that the master has yet to tell");
         return;
+    }
+    for (size_t i = 0; i < keys_.size(); ++i) {
+        if (witness_silent_[i] != 0 && know(i) < kKnow)
+            doubt(i, "nodes that restart together with the master");
     }
     // If no node knows of it, it ends with the master.
     acknowledged_ = true;

@@ -21,6 +21,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -76,7 +77,8 @@ class RemovalSteps {
     void own_removed(std::span<const size_t> items, const Result<std::vector<uint8_t>>& flags);
 
     // kEnd, after placed(): nodes that are to know of their items and have no copy. They are told while the
-    // master hears of the end, and before ended().
+    // master hears of the end, and before ended(). When all have answered or failed it is called again, until
+    // there are none: others take the place of those that failed, once.
     std::vector<NodeItems>& witnesses();
     void witnessed(const NodeItems& node, const Result<std::vector<uint8_t>>& flags);
 
@@ -99,6 +101,7 @@ class RemovalSteps {
     NodeItems* planned(const Member& member);
     void plan(uint64_t now_ms, std::shared_ptr<const Members> known);
     void everywhere(const Members& known);
+    size_t know(size_t item) const;  // how many nodes know of its removal
     void doubt(size_t item, std::string_view nodes);
 
     std::vector<Hash128> keys_;
@@ -116,10 +119,13 @@ class RemovalSteps {
     std::vector<Version> versions_, later_;
     OrderDone done_;
     std::vector<uint8_t> removed_;
-    std::vector<uint8_t> own_silent_;  // of each key: the own node was to replace it
+    std::vector<uint8_t> own_silent_;      // of each key: the own node was to replace it
+    std::vector<uint8_t> witness_silent_;  // the same: a witness did not answer
+    std::vector<size_t> witnessed_;        // the same: how many witnesses did
     std::vector<std::string> unsure_;
     std::vector<NodeItems> witnesses_;
-    bool witnesses_chosen_ = false;
+    std::set<Incarnation> asked_witnesses_;
+    int witness_rounds_ = 0;
     std::shared_ptr<const Members> members_;
     std::vector<Taken> taken_;
     std::string no_master_;
