@@ -528,6 +528,7 @@ void SimClient::search(const std::shared_ptr<Search>& search) {
                     sizes = bytes.error();
                 } else if (!bytes->empty()) {
                     search->call->operation.value = value_in(*bytes);
+                    search->call->operation.from = at(search->steps->nodes().front().member).node;
                     sizes = std::vector<int64_t>{static_cast<int64_t>(bytes->size())};
                 }
                 search->steps->answered(search->steps->nodes().front(), sizes);

@@ -109,7 +109,8 @@ class Cluster {
         bool away = is_away(operation.client, operation.key);
         client.run(operation, [this, index, away](const Operation& done) {
             history_[index] = done;
-            history_[index].away = away || is_away(done.client, done.key);
+            history_[index].away =
+                away || is_away(done.client, done.key) || (done.from && is_unheard(*done.from, done.key));
         });
     }
 
@@ -124,6 +125,15 @@ class Cluster {
         Members members = master->membership().current(0);
         const Member* member = members.find(nodes_[host]->identity().incarnation);
         return member == nullptr || member->state != MemberState::kAlive;
+    }
+
+    // Whether its master lists the node of that host, and cannot hear of what it holds: clients which know
+    // that read it until the master takes it for silent.
+    bool is_unheard(uint32_t host, uint32_t key) const {
+        const SimMaster& owner = masters_[clients_[host]->range_of_key(key)].owner();
+        if (owner.master() == nullptr || !is_away(host, key)) return false;
+        Members members = owner.master()->membership().current(0);
+        return members.find(nodes_[host]->identity().incarnation) != nullptr;
     }
 
     void restart(Process& process, Micros after, bool silently) {

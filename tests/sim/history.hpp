@@ -33,7 +33,8 @@ struct Operation {
     uint32_t client = 0, key = 0;
     uint64_t value = 0;  // written or read; 0: a miss
     Micros begin = 0, end = 0;
-    bool away = false;  // the node of its host was out of touch with the master, or joining
+    std::optional<uint32_t> from{};  // of a read: the host whose node had the value
+    bool away = false;  // the node of its host, or the one that was read, was out of touch with the master
 };
 
 std::string to_text(const Operation& operation);

@@ -265,6 +265,16 @@ TEST_CASE("sim: where a node that is to know of a removal does not answer, anoth
     if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
 }
 
+// 600636: a node was restarted with its disk and had yet to tell what it held when a key was removed.
+TEST_CASE("sim: a removal is told to nodes that have yet to tell what they hold") {
+    Conditions c = puts_and_removals();
+    c.restarts = 3;
+    c.stops = 2;
+    c.disks = true;
+    Search found = search(600636, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
 TEST_CASE("sim: a seed is one history") {
     Conditions c;
     c.restarts = c.stops = c.cuts = c.master_restarts = 1;

@@ -29,6 +29,9 @@ namespace {
 // How many keys ahead their memory is asked for: a table of a million keys does not fit into the cache.
 constexpr size_t kAhead = 16;
 
+// Nodes that have yet to tell their inventory, as many as are told of each removal.
+constexpr size_t kUnsettledMost = 16;
+
 }  // namespace
 
 Master::Master(const MasterLimits& limits, uint64_t now_ms, Version first, const Range& range)
@@ -378,6 +381,13 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
         for (NodeId node : owing_) {
             bool found = std::ranges::find(found_, node, &Holder::node) != found_.end();
             if (!found && seats_.at(node).drops.has(hash)) found_.push_back({node, Tier::kDram});
+        }
+        // And nodes that have yet to tell what they hold. Where there are many this master is new: clients ask
+        // those that its predecessor knew.
+        for (NodeId node : unsettled_) {
+            if (unsettled_.size() > kUnsettledMost) break;
+            bool found = std::ranges::find(found_, node, &Holder::node) != found_.end();
+            if (!found && in_touch(membership_.state(node))) found_.push_back({node, Tier::kDram});
         }
         write_found(255, out);
         if (seats_.contains(placing)) place_at(hash, Placed{placing, first + i, now_ms});
