@@ -119,8 +119,9 @@ class Cluster {
         const SimMaster& owner = masters_[clients_[host]->range_of_key(key)].owner();
         const Master* master = owner.master();
         uint32_t master_host = owner.host();
-        if (master == nullptr || nodes_[host]->stopped() || network_.is_cut(host, master_host) ||
-            network_.is_cut(master_host, host))
+        if (master == nullptr || nodes_[host]->stopped() ||
+            network_.was_cut(host, master_host, conditions_.apart) ||
+            network_.was_cut(master_host, host, conditions_.apart))
             return true;
         Members members = master->membership().current(0);
         const Member* member = members.find(nodes_[host]->identity().incarnation);

@@ -102,6 +102,7 @@ void Network::tell_end(const std::shared_ptr<End>& end) {
 
 void Network::heal(uint32_t from, uint32_t to) {
     if (cuts_.erase({from, to}) == 0) return;
+    healed_[{from, to}] = world_.now();
     for (auto& end : std::vector(ends_)) {
         std::shared_ptr<End> peer = end->peer_;
         if (peer == nullptr || end->owner_->host() != from || peer->owner_->host() != to) continue;

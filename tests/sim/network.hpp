@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <utility>
@@ -56,6 +57,11 @@ class Network {
     void heal(uint32_t from, uint32_t to);
     void heal_all();
     bool is_cut(uint32_t from, uint32_t to) const { return cuts_.contains({from, to}); }
+    // Or it was a while ago: what was held back has just arrived.
+    bool was_cut(uint32_t from, uint32_t to, Micros within) const {
+        auto healed = healed_.find({from, to});
+        return is_cut(from, to) || (healed != healed_.end() && healed->second + within >= world_.now());
+    }
 
     // The process has ended; silently: its host is gone, too, and nothing tells its peers.
     void ended(Process& process, bool silently);
@@ -71,7 +77,8 @@ class Network {
     void arrive(const std::shared_ptr<End>& from, const std::shared_ptr<End>& to, const Bytes& frame);
 
     World& world_;
-    std::set<std::pair<uint32_t, uint32_t>> cuts_;  // of hosts
+    std::set<std::pair<uint32_t, uint32_t>> cuts_;            // of hosts
+    std::map<std::pair<uint32_t, uint32_t>, Micros> healed_;  // and when they ended last
     std::vector<std::shared_ptr<End>> ends_;
     uint64_t frames_ = 0;
 };
