@@ -22,9 +22,8 @@ def main() -> None:
     parser.add_argument("--json", default="", help="write the table to this file (JSON=...)")
     options = parser.parse_args()
     progress = Progress(environments.cache() / "logs" / "demo-setup.log")
-    # The connector copies CPU memory only so far: on a GPU the engines would serve without the pool.
     choice = engine_choice.CPU
-    where = "on the CPU; this release does not pool the KV cache of GPUs yet"
+    where = "on the CPU, also where a GPU is: docs/gpu.md has engines on GPUs"
     if not engine_choice.has_nvidia_gpu():
         where = "no NVIDIA GPU here, so on the CPU"
     progress.say(f"moonpool demo: prefill and decode engines, a pool and the proxy ({where})")
