@@ -21,6 +21,8 @@ _SUMMED = {
     "invalid_api_key": "keys_refused",
     "address_connections": "rate_limited",
     "address_bodies": "rate_limited",
+    "plain_http": "plain_http_refused",
+    "tls_handshake": "tls_handshakes_failed",
 }
 
 
@@ -70,7 +72,8 @@ class ProxyAudit:
         for reason, event in _SUMMED.items():
             more = counters.rejected.get(reason, 0) - self._summed[reason]
             if more:
-                audit.record(event, reason=reason, count=more, seconds=SUMMARY_EVERY_S)
+                last = counters.handshake_failure if reason == "tls_handshake" else None
+                audit.record(event, reason=reason, count=more, seconds=SUMMARY_EVERY_S, last=last)
             self._summed[reason] += more
 
     def _sender(self, request: ProxyRequest) -> dict[str, Value]:

@@ -113,10 +113,8 @@ class _Group:
                     await asyncio.wait({stopped, *keepers}, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
                     _raise_first(keepers)
                 if not stopped.done():
-                    print(
-                        f"{line(self._settings, f'http://{Address(host, port)}')}, {len(children)} processes",
-                        flush=True,
-                    )
+                    url = f"{self._settings.scheme}://{Address(host, port)}"
+                    print(f"{line(self._settings, url)}, {len(children)} processes", flush=True)
                     if self._predecessor is not None:
                         await self._predecessor.release()
                         audit.record("take_over", address=str(Address(host, port)))

@@ -61,6 +61,7 @@ from moonpool.disagg_proxy.settings import (
     parse_tokenizers,
 )
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
+from moonpool.disagg_proxy.tls import made_relay
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.prompt_ids import ASKED_MAX
@@ -207,7 +208,7 @@ class Proxy:
                 "engines",
                 host,
             )
-        return f"http://{Address(host, port)}"
+        return f"{self._settings.scheme}://{Address(host, port)}"
 
     def reload(self) -> None:
         """Reads the files of keys and opens the access log again. An error of either is logged and changes
@@ -281,9 +282,11 @@ class Proxy:
         )
 
     def _make_relay(self, decide: Callable[[ProxyRequest], Decision] | None, turns: Turns | None) -> Relay:
-        """Starts the relay and its thread; engines join later."""
+        """Starts the relay and its thread; engines join later. Raises ConfigError for files of TLS that
+        cannot be used."""
         settings, dispatcher = self._settings, self._dispatcher
-        return Relay(
+        return made_relay(
+            settings,
             engines=[],
             engines_max=settings.places,
             settings=_relay_settings(settings),
@@ -494,6 +497,8 @@ class Proxy:
                     self._peer_sync.expire(self.relay.now())
                 self.ui.gather()
                 self._audit.sum_up(self.counters, self.relay.now())
+                for trouble in self.relay.take_tls_trouble():
+                    _log.error("%s", trouble)
                 self._streams.look()
             except Exception:  # this task also enforces the deadlines of texts
                 _log.exception("what was observed could not be learnt")

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from moonpool._native import HOLDERS_MAX
 from moonpool.core.config.proxy_section import SWITCHES, Admission, ProxyCommon
 from moonpool.core.service.addresses import Address, parse_address
+from moonpool.core.service.http_tls import TlsFiles, client_side_of
 from moonpool.disagg_proxy.conductor.admission import Objective
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
@@ -181,6 +182,7 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
             raise bad(
                 "engines_max", f"{len(self.engines)} engines are given, {self.engines_max} may be there"
             )
+        self._check_tls()
         self._check_holders()
         roles = {engine.role for engine in self.engines}
         if not self.discovery and "both" not in roles and len(roles) == 1:
@@ -214,6 +216,17 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
         if not self.health.path.startswith("/") or not self.health.path.isascii() or " " in self.health.path:
             raise bad(
                 "health.path", f"the health path is an URL path such as /health, not {self.health.path!r}"
+            )
+
+    def _check_tls(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise bad(missing, f"proxy.{given} is set and proxy.{missing} is not; set both or none")
+        if self.tls_client_ca and not self.tls_cert:
+            raise bad(
+                "tls_cert",
+                "clients show their certificates inside TLS (tls_client_ca); give the proxy one of its own, "
+                "tls_cert and tls_key",
             )
 
     def _check_holders(self) -> None:
@@ -278,6 +291,16 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
         if not self.discovery:
             return len(self.engines)
         return self.engines_max
+
+    @property
+    def client_tls(self) -> TlsFiles | None:
+        """What clients are shown, and whom they must have been signed by; None: they come in plain."""
+        return client_side_of(self) if self.tls_cert else None
+
+    @property
+    def scheme(self) -> str:
+        """Of the proxy's URL: http or https."""
+        return "https" if self.tls_cert else "http"
 
     @property
     def rereads(self) -> bool:

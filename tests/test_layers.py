@@ -99,8 +99,8 @@ CPP = {
     "disagg_proxy/json": BASE,
     "disagg_proxy/http": ("json", *BASE),
     "disagg_proxy/conductor": BASE,
-    "disagg_proxy/relay": ("http", "json", *BASE),
-    "disagg_proxy/python": ("relay", "http", "json", "conductor", *BASE),
+    "disagg_proxy/relay": ("http", "json", *WIRE),
+    "disagg_proxy/python": ("relay", "http", "json", "conductor", *WIRE),
 }
 
 

@@ -193,6 +193,21 @@ class ProxyCommon(Section, frozen=True, kw_only=True):
             "refused",
         ),
     ] = []
+    tls_cert: Annotated[
+        str,
+        about(
+            "certificate (PEM) that clients are shown: every address of the proxy is https; replaced files "
+            "are used at once"
+        ),
+    ] = ""
+    tls_key: Annotated[str, about("its key (PEM, 0600, without a password)")] = ""
+    tls_client_ca: Annotated[
+        str,
+        about(
+            "authorities (PEM) one of which must have signed the certificate that each client shows; empty: "
+            "clients need none"
+        ),
+    ] = ""
     access_log: Annotated[
         str, about("file that gets a line per request; - is standard output; empty: none")
     ] = ""

@@ -1,4 +1,4 @@
-"""Certificates, their key and the authorities: what [cluster] tls_cert, tls_key and tls_ca name."""
+"""Certificates, their keys and the authorities: what [cluster] and [proxy] name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool.core.config.config import Config
 from moonpool.core.doctor.finding import Finding, absent, broken, weak, works
 from moonpool.core.doctor.host import Host
 from moonpool.core.errors import ConfigError
-from moonpool.core.service.http_tls import server_context
+from moonpool.core.service.http_tls import TlsFiles, client_side_of, files_of, serving
 
 SOON_S = 30 * 86400  # a certificate that ends within that time is named
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
@@ -27,27 +27,33 @@ class Validity(NamedTuple):
 
 def check(host: Host, config: Config) -> Iterator[Finding]:
     """All checks of this file."""
-    cluster = config.cluster
-    if not cluster.tls_cert and not cluster.tls_key:
+    cluster, proxy = files_of(config), client_side_of(config.proxy)
+    if not cluster.cert and not cluster.key:
         yield absent("TLS certificate", "none is configured: pages are http")
-    else:
-        yield from _own(host, config)
-    if cluster.tls_ca:
-        yield from _dates(host, "TLS authorities", "cluster.tls_ca", cluster.tls_ca)
+    yield from _side(host, "", cluster)
+    yield from _side(host, " of the proxy", proxy)
 
 
-def _own(host: Host, config: Config) -> Iterator[Finding]:
+def _side(host: Host, whose: str, files: TlsFiles) -> Iterator[Finding]:
+    """The files of one side of TLS that are configured."""
+    if files.cert or files.key:
+        yield from _own(host, f"TLS certificate{whose}", files)
+    if files.ca:
+        yield from _dates(host, f"TLS authorities{whose}", files.ca_setting, files.ca)
+
+
+def _own(host: Host, check: str, files: TlsFiles) -> Iterator[Finding]:
     """The certificate and its key, as a process of ours would load them."""
     try:
-        server_context(config)
+        serving(files)
     except ConfigError as error:
         yield broken(
-            "TLS certificate",
+            check,
             str(error),
             "name a certificate in PEM form and its own key (mode 0600); docs/security.md",
         )
         return
-    yield from _dates(host, "TLS certificate", "cluster.tls_cert", config.cluster.tls_cert)
+    yield from _dates(host, check, files.cert_setting, files.cert)
 
 
 def _dates(host: Host, check: str, key: str, file: str) -> Iterator[Finding]:
@@ -64,7 +70,9 @@ def _dates(host: Host, check: str, key: str, file: str) -> Iterator[Finding]:
         which = f"{key} = {file}" + (f", its certificate {number + 1}," if len(found) > 1 else "")
         if to_s <= now_s:
             yield broken(
-                check, f"{which} has expired on {_day(to_s)}", "put a new certificate there, and restart"
+                check,
+                f"{which} has expired on {_day(to_s)}",
+                "put a new certificate there; processes that run take it at once",
             )
         elif from_s > now_s:
             yield broken(
@@ -75,7 +83,11 @@ def _dates(host: Host, check: str, key: str, file: str) -> Iterator[Finding]:
         elif to_s - now_s < SOON_S:
             days = int((to_s - now_s) // 86400)
             when = f"in {days} day{'' if days == 1 else 's'}, on {_day(to_s)}"
-            yield weak(check, f"{which} expires {when}", "put a new certificate there, and restart")
+            yield weak(
+                check,
+                f"{which} expires {when}",
+                "put a new certificate there; processes that run take it at once",
+            )
         else:
             continue
         is_sound = False

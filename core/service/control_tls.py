@@ -41,7 +41,7 @@ def control_server(config: Config) -> _native.TlsServer | None:
         raise wrong(
             'cluster.tls_control is "mutual" and cluster.tls_ca is empty; name the authorities that vouch '
             "for nodes and clients",
-            "tls_ca",
+            "cluster.tls_ca",
         )
     ca = cluster.tls_ca if cluster.tls_control == "mutual" else ""
     return _native.TlsServer(cluster.tls_cert, cluster.tls_key, ca)
@@ -109,7 +109,7 @@ def _check_own_certificate(config: Config, process: str) -> None:
 
     cluster = config.cluster
     if not cluster.tls_cert or not cluster.tls_key:
-        missing = "tls_key" if cluster.tls_cert else "tls_cert"
+        missing = "cluster.tls_key" if cluster.tls_cert else "cluster.tls_cert"
         raise wrong(
             f'cluster.tls_control is "{cluster.tls_control}" and {process} has no certificate to show; set '
             f"cluster.tls_cert and cluster.tls_key",

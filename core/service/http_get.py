@@ -41,6 +41,18 @@ async def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
             writer.close()
 
 
+async def accepts(url: str, *, timeout_s: float = 2.0) -> bool:
+    """Whether the address of ``url`` takes a connection within ``timeout_s`` seconds."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except (TimeoutError, OSError):
+        return False
+    writer.close()
+    return True
+
+
 class TimedReader(io.RawIOBase):
     """Reads a socket until a deadline: a peer that sends a byte now and then does not extend it."""
 

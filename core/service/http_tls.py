@@ -1,4 +1,4 @@
-"""TLS of the HTTP pages: [cluster] tls_cert, tls_key and tls_ca.
+"""TLS by Python's ssl: of the HTTP pages, by [cluster] tls_cert, tls_key and tls_ca, and of other files.
 
 A certificate and its key make every HTTP page of our processes https, and those that replace them are those
 of the next connection. A client of such a page trusts tls_ca, or where that is empty, the system's
@@ -11,48 +11,98 @@ import logging
 import os
 import ssl
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from moonpool.core.config.config import Config
 from moonpool.core.config.file_state import file_state
+from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.errors import ConfigError
 
 _log = logging.getLogger("moonpool.tls")
 
 
+class TlsFiles(NamedTuple):
+    """The PEM files of one side, "": none, and the settings that name them. cert and key: what it shows; ca:
+    the authorities that it trusts."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+    cert_setting: str = "cluster.tls_cert"
+    key_setting: str = "cluster.tls_key"
+    ca_setting: str = "cluster.tls_ca"
+
+
+def files_of(config: Config) -> TlsFiles:
+    """Those of [cluster]."""
+    return TlsFiles(config.cluster.tls_cert, config.cluster.tls_key, config.cluster.tls_ca)
+
+
+def client_side_of(proxy: ProxyCommon) -> TlsFiles:
+    """Those of a proxy towards its clients."""
+    names = ("proxy.tls_cert", "proxy.tls_key", "proxy.tls_client_ca")
+    return TlsFiles(proxy.tls_cert, proxy.tls_key, proxy.tls_client_ca, *names)
+
+
 def server_context(config: Config) -> ssl.SSLContext | None:
     """None where no certificate is configured. Raises ConfigError for files that cannot serve."""
-    cluster = config.cluster
-    if not cluster.tls_cert and not cluster.tls_key:
-        return None
-    if not cluster.tls_cert or not cluster.tls_key:
-        given, missing = ("tls_cert", "tls_key") if cluster.tls_cert else ("tls_key", "tls_cert")
-        raise wrong(f"cluster.{given} is set and cluster.{missing} is not; set both or none", missing)
-    check_private_key(Path(cluster.tls_key))
+    files = files_of(config)
+    return serving(files) if files.cert or files.key else None
+
+
+def serving(files: TlsFiles) -> ssl.SSLContext:
+    """Shows ``cert`` to clients, which need none. Raises ConfigError for files that cannot serve."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(cluster.tls_cert, cluster.tls_key, password=lambda: b"")
-    except (OSError, ValueError) as error:
-        raise wrong(
-            f"cluster.tls_cert = {cluster.tls_cert} and cluster.tls_key = {cluster.tls_key} cannot be used: "
-            f"{_reason(error)}; they must be a certificate in PEM form and its key, without a password",
-            "tls_cert",
-            error,
-        ) from error
+    _show(context, files)
     return context
 
 
-class FollowedContext:
-    """server_context(), which follows its files. Those that cannot be used, as a new certificate whose key
-    has yet to come, are logged and change nothing until they change again."""
+def asking(files: TlsFiles) -> ssl.SSLContext:
+    """Trusts ``ca``, "": the system's authorities, and shows ``cert``, "": nothing. Raises ConfigError for
+    files that cannot be used."""
+    try:
+        context = ssl.create_default_context(cafile=files.ca or None)
+    except OSError as error:
+        raise wrong(
+            f"{files.ca_setting} = {files.ca} cannot be used: {_reason(error)}; "
+            f"it must hold certificates in PEM form",
+            files.ca_setting,
+            error,
+        ) from error
+    if files.cert or files.key:
+        _show(context, files)
+    return context
 
-    def __init__(self, config: Config) -> None:
-        """Raises ConfigError for files that cannot serve."""
-        self._config = config
+
+def _show(context: ssl.SSLContext, files: TlsFiles) -> None:
+    if not files.cert or not files.key:
+        names = (files.cert_setting, files.key_setting)
+        given, missing = names if files.cert else names[::-1]
+        raise wrong(f"{given} is set and {missing} is not; set both or none", missing)
+    check_private_key(Path(files.key), files.key_setting)
+    try:
+        context.load_cert_chain(files.cert, files.key, password=lambda: b"")
+    except (OSError, ValueError) as error:
+        raise wrong(
+            f"{files.cert_setting} = {files.cert} and {files.key_setting} = {files.key} cannot be used: "
+            f"{_reason(error)}; they must be a certificate in PEM form and its key, without a password",
+            files.cert_setting,
+            error,
+        ) from error
+
+
+class FollowedContext:
+    """serving(files) or asking(files), which follows its files. Those that cannot be used, as a new
+    certificate whose key has yet to come, are logged and change nothing until they change again."""
+
+    def __init__(self, files: TlsFiles, make: Callable[[TlsFiles], ssl.SSLContext] = serving) -> None:
+        """Raises ConfigError for files that cannot be used."""
+        self._files = files
+        self._make = make
         self._seen = self._look()  # first: what changes while they are read is read again
-        context = server_context(config)
-        assert context is not None, "a certificate is configured"
-        self._context = context
+        self._context = make(files)
 
     def current(self) -> ssl.SSLContext:
         """Of the files as they are now."""
@@ -60,34 +110,25 @@ class FollowedContext:
         if seen != self._seen:
             self._seen = seen
             try:
-                self._context = server_context(self._config) or self._context
+                self._context = self._make(self._files)
             except ConfigError as error:
                 _log.error("%s; the files from before are in use", error)
         return self._context
 
     def _look(self) -> list[tuple[int, ...]]:
         """Of each file: what another one of that name differs in."""
-        return [file_state(file) for file in (self._config.cluster.tls_cert, self._config.cluster.tls_key)]
+        return [file_state(file) for file in (self._files.cert, self._files.key, self._files.ca)]
 
 
 def followed_context(config: Config) -> FollowedContext | None:
     """As server_context."""
-    cluster = config.cluster
-    return FollowedContext(config) if cluster.tls_cert or cluster.tls_key else None
+    files = files_of(config)
+    return FollowedContext(files) if files.cert or files.key else None
 
 
 def client_context(config: Config) -> ssl.SSLContext:
     """The authorities that clients trust. Raises ConfigError for a file of authorities that cannot serve."""
-    file = config.cluster.tls_ca
-    try:
-        return ssl.create_default_context(cafile=file or None)
-    except OSError as error:
-        raise wrong(
-            f"cluster.tls_ca = {file} cannot be used: {_reason(error)}; "
-            f"it must hold certificates in PEM form",
-            "tls_ca",
-            error,
-        ) from error
+    return asking(TlsFiles(ca=config.cluster.tls_ca))
 
 
 def own_child_context() -> ssl.SSLContext:
@@ -99,21 +140,36 @@ def own_child_context() -> ssl.SSLContext:
     return context
 
 
+def own_proxy_context(config: Config) -> ssl.SSLContext | None:
+    """For asking this host's own proxy: trusts the very certificate that it shows, whatever name it is for.
+    None: the proxy is in plain. Raises ConfigError for a file that cannot be used."""
+    if not config.proxy.tls_cert:
+        return None
+    context = asking(TlsFiles(ca=config.proxy.tls_cert, ca_setting="proxy.tls_cert"))
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # one that another authority has signed
+    context.check_hostname = False
+    return context
+
+
+def own_proxy_url(config: Config) -> str:
+    """Of this host's own proxy."""
+    return f"{'https' if config.proxy.tls_cert else 'http'}://{config.proxy.listen}"
+
+
 def scheme(config: Config) -> str:
     """The scheme of our HTTP pages' URLs: http or https."""
     return "https" if config.cluster.tls_cert else "http"
 
 
-def check_private_key(key: Path) -> None:
+def check_private_key(key: Path, setting: str = "cluster.tls_key") -> None:
     """Raises ConfigError for a file that is not there, or that others can read."""
     try:
         mode = stat.S_IMODE(key.stat().st_mode)
     except OSError as error:
-        raise wrong(f"cannot read cluster.tls_key = {key}: {error.strerror}", "tls_key", error) from error
+        raise wrong(f"cannot read {setting} = {key}: {error.strerror}", setting, error) from error
     if mode & 0o077:
         raise wrong(
-            f"cluster.tls_key = {key} can be read by others (mode {mode:04o}); run: chmod 600 {key}",
-            "tls_key",
+            f"{setting} = {key} can be read by others (mode {mode:04o}); run: chmod 600 {key}", setting
         )
 
 
@@ -126,5 +182,5 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def wrong(message: str, key: str, cause: Exception | None = None) -> ConfigError:
-    """A ConfigError about cluster.``key``."""
-    return ConfigError(message, operation="tls", key=f"cluster.{key}", cause=cause)
+    """A ConfigError about the setting ``key``."""
+    return ConfigError(message, operation="tls", key=key, cause=cause)

@@ -56,12 +56,14 @@ class Counters(msgspec.Struct):
 
     engines:  ordered by place.
     reserved: members that clients must not send and that were dropped, by kind.
+    handshake_failure: why the TLS handshake of a client failed last; "": none has.
     intact:   whether the relay's invariants hold.
     """
 
     engines: list[EngineCounters]
     rejected: dict[str, int]
     reserved: dict[str, int]
+    handshake_failure: str
     client_connections: int
     held_body_bytes: int
     unread_bytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -47,11 +48,12 @@ class Savings:
         return {**asdict(self), "saved_s": self.saved_s}
 
 
-def read_savings(urls: Iterable[str]) -> Savings:
-    """Of the proxies at these URLs together. Raises Unavailable for one that does not answer as a proxy."""
+def read_savings(urls: Iterable[str], tls: ssl.SSLContext | None = None) -> Savings:
+    """Of the proxies at these URLs together. tls: whom to trust where a URL is https; None: the system's
+    authorities. Raises Unavailable for one that does not answer as a proxy."""
     sums: dict[str, float] = {}
     for url in urls:
-        for name, value in _counters(url.rstrip("/") + "/metrics").items():
+        for name, value in _counters(url.rstrip("/") + "/metrics", tls).items():
             sums[name] = sums.get(name, 0.0) + value
     streams = sums.get("compared_streams_total", 0.0)
     return Savings(
@@ -66,10 +68,10 @@ def read_savings(urls: Iterable[str]) -> Savings:
     )
 
 
-def _counters(url: str) -> dict[str, float]:
+def _counters(url: str, tls: ssl.SSLContext | None) -> dict[str, float]:
     """Counters without labels, by their names without the prefix."""
     try:
-        answer = exchange("GET", url, timeout_s=TIMEOUT_S, answer_bytes_max=PAGE_BYTES_MAX)
+        answer = exchange("GET", url, timeout_s=TIMEOUT_S, tls=tls, answer_bytes_max=PAGE_BYTES_MAX)
         found = {
             sample.name.removeprefix(_PREFIX): sample.value
             for family in text_string_to_metric_families(answer.body.decode())

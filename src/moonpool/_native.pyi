@@ -1535,9 +1535,9 @@ class Relay:
         """
         Of all in ``settings``.
         """
-    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], settings: dict, api_keys: collections.abc.Sequence[tuple[bytes, str]], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = [], uses_tokens: bool = False, turns: Turns | None = None) -> None:
+    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], settings: dict, api_keys: collections.abc.Sequence[tuple[bytes, str]], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = [], uses_tokens: bool = False, turns: Turns | None = None, tls: tuple[str, str, str] | None = None) -> None:
         """
-        decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: it looks at prompts and learns from what was recorded: records is what take_observations would return, ids the prompt's when it is one list of them, else None. Otherwise b"" and None. turns: of a policy that goes by them alone (policy.turns_of): where all candidates serve requests whole, the relay chooses by them, and decide is not called. api_keys: as in set_api_keys.
+        decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: it looks at prompts and learns from what was recorded: records is what take_observations would return, ids the prompt's when it is one list of them, else None. Otherwise b"" and None. turns: of a policy that goes by them alone (policy.turns_of): where all candidates serve requests whole, the relay chooses by them, and decide is not called. api_keys: as in set_api_keys. tls: clients come inside it: paths of a certificate, of its key, and of the authorities that vouch for clients, or "".
         """
     def add_engine(self, place: typing.SupportsInt | typing.SupportsIndex, name: str, host: str, role: str = 'both', key: str = '') -> None:
         """
@@ -1616,6 +1616,10 @@ class Relay:
     def take_observations(self) -> bytes:
         """
         Records of what was answered since the last call: relay/observations.hpp has their form.
+        """
+    def take_tls_trouble(self) -> list[str]:
+        """
+        Why files of TLS that were replaced are not in use; each is told once.
         """
 def available_memory(root: str = '') -> typing.Any:
     """

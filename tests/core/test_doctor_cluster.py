@@ -76,6 +76,21 @@ def test_the_dates_of_the_certificate(name: str, day: str, state: State, part: s
     assert part in found.what
 
 
+def test_the_files_of_the_proxy(pem: Pem) -> None:
+    config = made(
+        proxy__tls_cert=pem("master-expired"),
+        proxy__tls_key=pem("test-key"),
+        proxy__tls_client_ca=pem("authority"),
+    )
+    findings = {found.check: found for found in tls_checks.check(at("2026-11-29"), config)}
+    assert findings["TLS certificate"].state is ABSENT
+    found = findings["TLS certificate of the proxy"]
+    assert found.state is BROKEN
+    assert found.what.startswith("proxy.tls_cert = ")
+    assert "has expired on 2021-01-01" in found.what
+    assert findings["TLS authorities of the proxy"].state is WORKS
+
+
 def test_the_authorities_are_looked_at_one_by_one(pem: Pem, tmp_path: Path) -> None:
     file = tmp_path / "both.pem"
     file.write_text(Path(pem("authority")).read_text() + Path(pem("master-expired")).read_text())

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import re
+import ssl
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -361,9 +362,17 @@ class Bed:
     host: str
     port: int
     clients: list[Client] = field(default_factory=list)
+    tls: ssl.SSLContext | None = None  # of clients
 
-    async def client(self) -> Client:
-        client = Client(*await asyncio.open_connection(self.host, self.port, limit=1 << 22))
+    async def client(self, tls: ssl.SSLContext | None = None) -> Client:
+        """tls: in place of that of all clients."""
+        context = tls or self.tls
+        name = None if context is None else self.host
+        client = Client(
+            *await asyncio.open_connection(
+                self.host, self.port, limit=1 << 22, ssl=context, server_hostname=name
+            )
+        )
         self.clients.append(client)
         return client
 
@@ -420,9 +429,11 @@ async def bed(
     prepare: Callable[[list[MockEngine]], None] = lambda engines: None,
     roles: Sequence[str] = (),
     decide: Callable[[ProxyRequest], Decision] | None = None,
+    tls: ssl.SSLContext | None = None,
     **more: Any,
 ) -> AsyncIterator[Bed]:
-    """Start mock engines and a proxy in front of them; take both down and check their integrity."""
+    """Start mock engines and a proxy in front of them; take both down and check their integrity. tls: of
+    clients."""
     mocks = [MockEngine(f"engine-{place}") for place in range(engines)]
     for mock in mocks:
         await mock.start()
@@ -443,7 +454,7 @@ async def bed(
         clock.relay = proxy.relay
     try:
         url = await proxy.open()
-        running = Bed(proxy, mocks, "127.0.0.1", int(url.rsplit(":", 1)[1]))
+        running = Bed(proxy, mocks, "127.0.0.1", int(url.rsplit(":", 1)[1]), tls=tls)
         yield running
         proxy.check_integrity()
         for client in running.clients:

@@ -43,8 +43,8 @@ Result<OpenSsl> OpenSsl::load(std::span<const OpenSslNames> pairs) {
         }
     }
     return Error{Code::kUnavailable, "TLS needs OpenSSL 3 or 1.1.1, which cannot be loaded (" + why +
-                                         "); install it, for example with apt-get install libssl3, or set "
-                                         "cluster.tls_control = \"off\""};
+                                         "); install it, for example with apt-get install libssl3, or "
+                                         "configure no TLS"};
 }
 
 Result<const OpenSsl*> OpenSsl::get() {

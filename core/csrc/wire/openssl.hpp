@@ -20,6 +20,10 @@ struct OpenSslNames {
     const char* crypto;
 };
 
+// Chooses one of the protocols that a client offers.
+using OpenSslAlpn = int(ssl_st*, const unsigned char** chosen, unsigned char* chosen_size,
+                        const unsigned char* offered, unsigned offered_size, void*);
+
 // The functions that are used, as OpenSSL 1.1.1 and 3 declare them.
 #define MOONPOOL_SSL_FUNCTIONS(X)                                                          \
     X(int, OPENSSL_init_ssl, (uint64_t, const void*))                                      \
@@ -36,6 +40,8 @@ struct OpenSslNames {
     X(int, SSL_CTX_use_PrivateKey_file, (ssl_ctx_st*, const char*, int))                   \
     X(int, SSL_CTX_load_verify_locations, (ssl_ctx_st*, const char*, const char*))         \
     X(int, SSL_CTX_set_default_verify_paths, (ssl_ctx_st*))                                \
+    X(int, SSL_CTX_set_alpn_protos, (ssl_ctx_st*, const unsigned char*, unsigned))         \
+    X(void, SSL_CTX_set_alpn_select_cb, (ssl_ctx_st*, OpenSslAlpn*, void*))                \
     X(ssl_st*, SSL_new, (ssl_ctx_st*))                                                     \
     X(void, SSL_free, (ssl_st*))                                                           \
     X(void, SSL_set_bio, (ssl_st*, bio_st*, bio_st*))                                      \
@@ -46,6 +52,7 @@ struct OpenSslNames {
     X(int, SSL_do_handshake, (ssl_st*))                                                    \
     X(int, SSL_read, (ssl_st*, void*, int))                                                \
     X(int, SSL_write, (ssl_st*, const void*, int))                                         \
+    X(int, SSL_shutdown, (ssl_st*))                                                        \
     X(int, SSL_get_error, (const ssl_st*, int))                                            \
     X(int, SSL_pending, (const ssl_st*))                                                   \
     X(long, SSL_get_verify_result, (const ssl_st*))

@@ -40,6 +40,23 @@ constexpr uint8_t kTlsAlert = 21;
 constexpr size_t kKeptBytes = 4096;   // of a buffer that is not in use
 constexpr int kEmptyRecordsMax = 16;  // in one call, without a byte for the caller: others wait meanwhile
 
+// Of RFC 7301: names with their length before them.
+constexpr unsigned char kHttp[] = "\x08http/1.1";
+constexpr unsigned kHttpSize = sizeof(kHttp) - 1;
+constexpr int kAlpnChosen = 0, kAlpnRefused = 2;
+
+// A client that offers protocols, and not this one, would speak another.
+int choose_http(ssl_st*, const unsigned char** chosen, unsigned char* chosen_size,
+                const unsigned char* offered, unsigned offered_size, void*) {
+    for (unsigned at = 0; at + kHttpSize <= offered_size; at += 1u + offered[at]) {
+        if (std::memcmp(offered + at, kHttp, kHttpSize) != 0) continue;
+        *chosen = offered + at + 1;
+        *chosen_size = kHttpSize - 1;
+        return kAlpnChosen;
+    }
+    return kAlpnRefused;
+}
+
 int no_password(char*, int, int, void*) { return 0; }  // never ask the terminal
 
 // What holds for every connection of a context: TLS 1.2 at least, no sessions that are resumed, no tickets.
@@ -58,7 +75,7 @@ ssl_ctx_st* new_context(const OpenSsl& lib, bool is_server) {
 }
 
 // OpenSSL's reasons for a missing file are long and vague; access() gives the plain one.
-Error unusable(const OpenSsl& lib, const char* key, const std::string& file, const char* remedy) {
+Error unusable(const OpenSsl& lib, const char* key, const std::string& file, const std::string& remedy) {
     std::string reason = lib.reason(lib.ERR_peek_last_error());
     if (::access(file.c_str(), R_OK) != 0) reason = std::strerror(errno);
     lib.ERR_clear_error();
@@ -67,19 +84,21 @@ Error unusable(const OpenSsl& lib, const char* key, const std::string& file, con
 }
 
 Status show(const OpenSsl& lib, ssl_ctx_st* context, const TlsFiles& files) {
+    const TlsUse& use = *files.use;
     if (lib.SSL_CTX_use_certificate_chain_file(context, files.cert.c_str()) != 1) {
-        return unusable(lib, "cluster.tls_cert", files.cert, "it must be a certificate in PEM form");
+        return unusable(lib, use.cert, files.cert, "it must be a certificate in PEM form");
     }
     if (lib.SSL_CTX_use_PrivateKey_file(context, files.key.c_str(), kPem) != 1) {
-        return unusable(lib, "cluster.tls_key", files.key,
-                        "it must be the key of cluster.tls_cert, in PEM form, without a password");
+        return unusable(
+            lib, use.key, files.key,
+            "it must be the key of " + std::string(use.cert) + ", in PEM form, without a password");
     }
     return success();
 }
 
-Status trust(const OpenSsl& lib, ssl_ctx_st* context, const std::string& ca) {
-    if (lib.SSL_CTX_load_verify_locations(context, ca.c_str(), nullptr) == 1) return success();
-    return unusable(lib, "cluster.tls_ca", ca, "it must hold certificates in PEM form");
+Status trust(const OpenSsl& lib, ssl_ctx_st* context, const TlsFiles& files) {
+    if (lib.SSL_CTX_load_verify_locations(context, files.ca.c_str(), nullptr) == 1) return success();
+    return unusable(lib, files.use->ca, files.ca, "it must hold certificates in PEM form");
 }
 
 Error no_stream(const OpenSsl& lib) {
@@ -98,10 +117,11 @@ Result<ssl_ctx_st*> server_context(const OpenSsl& lib, const TlsFiles& files) {
     if (context == nullptr) return no_stream(lib);
     if (Status status = show(lib, context.get(), files); !status) return status.error();
     if (!files.ca.empty()) {
-        if (Status status = trust(lib, context.get(), files.ca); !status) return status.error();
+        if (Status status = trust(lib, context.get(), files); !status) return status.error();
         // Without kVerifyMust a client that shows no certificate would pass.
         lib.SSL_CTX_set_verify(context.get(), kVerifyPeer | kVerifyMust, nullptr);
     }
+    if (files.use->http) lib.SSL_CTX_set_alpn_select_cb(context.get(), choose_http, nullptr);
     return context.release();
 }
 
@@ -113,18 +133,22 @@ Result<ssl_ctx_st*> client_context(const OpenSsl& lib, const TlsFiles& files) {
     }
     if (files.ca.empty()) {
         lib.SSL_CTX_set_default_verify_paths(context.get());
-    } else if (Status status = trust(lib, context.get(), files.ca); !status) {
+    } else if (Status status = trust(lib, context.get(), files); !status) {
         return status.error();
     }
     lib.SSL_CTX_set_verify(context.get(), kVerifyPeer, nullptr);
+    if (files.use->http && lib.SSL_CTX_set_alpn_protos(context.get(), kHttp, kHttpSize) != 0) {
+        return no_stream(lib);
+    }
     return context.release();
 }
 
 }  // namespace
 
-TlsStream::TlsStream(const OpenSsl& lib, ssl_st* ssl, bool is_server, std::string name)
+TlsStream::TlsStream(const OpenSsl& lib, ssl_st* ssl, const TlsUse& use, bool is_server, std::string name)
     : lib_(lib),
       ssl_(ssl),
+      use_(use),
       in_(lib.BIO_new(lib.BIO_s_mem())),
       out_(lib.BIO_new(lib.BIO_s_mem())),
       is_server_(is_server),
@@ -224,7 +248,10 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
         int n = lib_.SSL_read(ssl_, data, want);
         if (n > 0) return n;
         int error = lib_.SSL_get_error(ssl_, n);
-        if (error == kErrorZeroReturn) return 0;
+        if (error == kErrorZeroReturn) {
+            ended_well_ = true;
+            return 0;
+        }
         if (error != kErrorWantRead) {
             fail();
             return -1;
@@ -271,7 +298,14 @@ bool TlsStream::flush(int fd) {
     }
 }
 
-bool TlsStream::unsent() const { return sent_ < sending_.size() || lib_.BIO_ctrl_pending(out_) != 0; }
+size_t TlsStream::unsent_bytes() const { return sending_.size() - sent_ + lib_.BIO_ctrl_pending(out_); }
+
+void TlsStream::end(int fd) {
+    lib_.ERR_clear_error();
+    (void)lib_.SSL_shutdown(ssl_);  // 0: the other side has yet to say the same, which is not waited for
+    lib_.ERR_clear_error();
+    (void)flush(fd);
+}
 
 bool TlsStream::pending() const { return lib_.SSL_pending(ssl_) > 0; }
 
@@ -283,18 +317,18 @@ Error TlsStream::error(const std::string& peer) const {
         case 0:
             break;
         case kExpired:
-            return Error{Code::kAuth, theirs + " has expired; make a new one (cluster.tls_cert there)"};
+            return Error{Code::kAuth, theirs + " has expired; " + use_.expired};
         case kNotYetValid:
             return Error{Code::kAuth, theirs + " is not valid yet; compare the clocks of the two hosts"};
         case kHostMismatch:
         case kIpMismatch:
             return Error{Code::kAuth, theirs + " is not for " + name_ +
-                                          "; dial it by a name or address that the certificate has, or set "
-                                          "cluster.tls_name to one"};
+                                          "; dial it by a name or address that the certificate has" +
+                                          use_.misnamed};
         default:
             return Error{Code::kAuth, theirs + " is not trusted (" +
-                                          lib_.X509_verify_cert_error_string(verify_result_) +
-                                          "); set cluster.tls_ca to the authorities that vouch for it"};
+                                          lib_.X509_verify_cert_error_string(verify_result_) + "); set " +
+                                          use_.ca + " to the authorities that vouch for it"};
     }
     if (not_tls_) return Error{Code::kProtocol, peer + " does not speak TLS"};
     if (ended_) return Error{Code::kUnavailable, peer + " closed the connection during the TLS handshake"};
@@ -304,9 +338,7 @@ Error TlsStream::error(const std::string& peer) const {
         !is_server_ && ((reason >= kAlert + 42 && reason <= kAlert + 49) || reason == kAlert + 116);
     if (about_ours) {
         return Error{Code::kAuth, peer + " does not accept the certificate of this process (" +
-                                      lib_.reason(reason_) +
-                                      "); set cluster.tls_control = \"mutual\" and cluster.tls_cert and "
-                                      "tls_key to one that its cluster.tls_ca vouches for"};
+                                      lib_.reason(reason_) + "); " + use_.unaccepted};
     }
     return Error{Code::kProtocol, "TLS with " + peer + " broke: " +
                                       (reason_ == 0 ? "what came is no TLS" : lib_.reason(reason_))};
@@ -315,7 +347,7 @@ Error TlsStream::error(const std::string& peer) const {
 Result<std::shared_ptr<TlsServer>> TlsServer::create(const TlsFiles& files) {
     Result<const OpenSsl*> lib = OpenSsl::get();
     if (!lib) return lib.error();
-    std::shared_ptr<TlsServer> server(new TlsServer(**lib));
+    std::shared_ptr<TlsServer> server(new TlsServer(**lib, *files.use));
     server->context_ = std::make_unique<FollowedTls>(
         **lib, files, [lib = *lib, files] { return server_context(*lib, files); });
     if (Status loaded = server->context_->load(); !loaded) return loaded.error();
@@ -325,13 +357,13 @@ Result<std::shared_ptr<TlsServer>> TlsServer::create(const TlsFiles& files) {
 Result<std::unique_ptr<TlsStream>> TlsServer::open() const {
     ssl_st* ssl = context_->open();
     if (ssl == nullptr) return no_stream(lib_);
-    return std::unique_ptr<TlsStream>(new TlsStream(lib_, ssl, true, ""));
+    return std::unique_ptr<TlsStream>(new TlsStream(lib_, ssl, use_, true, ""));
 }
 
 Result<std::shared_ptr<TlsClient>> TlsClient::create(const TlsFiles& files, std::string name) {
     Result<const OpenSsl*> lib = OpenSsl::get();
     if (!lib) return lib.error();
-    std::shared_ptr<TlsClient> client(new TlsClient(**lib, std::move(name)));
+    std::shared_ptr<TlsClient> client(new TlsClient(**lib, *files.use, std::move(name)));
     client->context_ = std::make_unique<FollowedTls>(
         **lib, files, [lib = *lib, files] { return client_context(*lib, files); });
     if (Status loaded = client->context_->load(); !loaded) return loaded.error();
@@ -344,7 +376,7 @@ Result<std::unique_ptr<TlsStream>> TlsClient::open(const std::string& address) c
     std::string name = name_.empty() ? host_of(address) : name_;
     ssl_st* ssl = context_->open();
     if (ssl == nullptr) return no_stream(lib_);
-    std::unique_ptr<TlsStream> stream(new TlsStream(lib_, ssl, false, name));
+    std::unique_ptr<TlsStream> stream(new TlsStream(lib_, ssl, use_, false, name));
     void* param = lib_.SSL_get0_param(ssl);
     unsigned char ip[sizeof(in6_addr)];
     bool is_ip = ::inet_pton(AF_INET, name.c_str(), ip) == 1 || ::inet_pton(AF_INET6, name.c_str(), ip) == 1;
@@ -356,7 +388,7 @@ Result<std::unique_ptr<TlsStream>> TlsClient::open(const std::string& address) c
     }
     if (name.empty() || !named) {
         return Error{Code::kInvalidArgument,
-                     (name.empty() ? address : name) + " is no name of a host; set cluster.tls_name to one"};
+                     (name.empty() ? address : name) + " is no name of a host; dial one" + use_.misnamed};
     }
     return stream;
 }

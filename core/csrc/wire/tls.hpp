@@ -1,5 +1,6 @@
-// TLS for control connections, by the OpenSSL of the system: libssl and libcrypto (3, or 1.1.1) are opened
-// when the first context is made, never before, and need not be there where no context is made.
+// TLS for connections of control and of HTTP, by the OpenSSL of the system: libssl and libcrypto (3,
+// or 1.1.1) are opened when the first context is made, never before, and need not be there where no context
+// is made.
 //
 // TlsServer, TlsClient: the files of one side, which they follow (tls_files.hpp); any thread may open streams
 // from them.
@@ -47,7 +48,12 @@ class TlsStream {
     ssize_t receive(int fd, void* data, size_t size);
     ssize_t send(int fd, const void* data, size_t size);
     bool flush(int fd);  // false: errno says why, EAGAIN when the socket has no room
-    bool unsent() const;
+    bool unsent() const { return unsent_bytes() != 0; }
+    size_t unsent_bytes() const;
+    // Tells the other side that nothing follows (close_notify), as far as the socket has room for it.
+    void end(int fd);
+    // The other side has said so: the end of its bytes is no cut.
+    bool ended_well() const { return ended_well_; }
 
     // Plain text that was received and not yet asked for; a poll of the socket does not tell of it.
     bool pending() const;
@@ -63,13 +69,14 @@ class TlsStream {
    private:
     friend class TlsServer;
     friend class TlsClient;
-    TlsStream(const OpenSsl& lib, ssl_st* ssl, bool is_server, std::string name);
+    TlsStream(const OpenSsl& lib, ssl_st* ssl, const TlsUse& use, bool is_server, std::string name);
 
     ssize_t read_record(int fd);
     Step fail();
 
     const OpenSsl& lib_;
     ssl_st* ssl_;
+    const TlsUse& use_;
     bio_st* in_;  // both belong to ssl_
     bio_st* out_;
     bool is_server_;
@@ -79,6 +86,7 @@ class TlsStream {
     bool spoke_ = false;  // the other side; it began with TLS
     bool not_tls_ = false;
     bool ended_ = false;
+    bool ended_well_ = false;
     std::vector<std::byte> sending_;  // out of out_, on its way to the socket
     size_t sent_ = 0;
     long verify_result_ = 0;
@@ -94,8 +102,9 @@ class TlsServer {
     std::string take_trouble() const { return context_->take_trouble(); }
 
    private:
-    explicit TlsServer(const OpenSsl& lib) : lib_(lib) {}
+    TlsServer(const OpenSsl& lib, const TlsUse& use) : lib_(lib), use_(use) {}
     const OpenSsl& lib_;
+    const TlsUse& use_;
     std::unique_ptr<FollowedTls> context_;
 };
 
@@ -109,8 +118,10 @@ class TlsClient {
     std::string take_trouble() const { return context_->take_trouble(); }
 
    private:
-    TlsClient(const OpenSsl& lib, std::string name) : lib_(lib), name_(std::move(name)) {}
+    TlsClient(const OpenSsl& lib, const TlsUse& use, std::string name)
+        : lib_(lib), use_(use), name_(std::move(name)) {}
     const OpenSsl& lib_;
+    const TlsUse& use_;
     std::string name_;
     std::unique_ptr<FollowedTls> context_;
 };

@@ -49,7 +49,7 @@ ssl_st* FollowedTls::open() {
         seen_ = now;
         Result<ssl_ctx_st*> made =
             open_key
-                ? Error{Code::kInvalidArgument, "cluster.tls_key = " + files_.key +
+                ? Error{Code::kInvalidArgument, std::string(files_.use->key) + " = " + files_.key +
                                                     " can be read by others; run: chmod 600 " + files_.key}
                 : make_();
         if (made) {

@@ -21,10 +21,29 @@ namespace moonpool {
 
 class OpenSsl;
 
+// What TLS is for: the settings that sentences for the operator name, and what is spoken inside.
+struct TlsUse {
+    const char *cert, *key, *ca;  // the settings of the files
+    // Remedies behind ';' or a word, of a peer's certificate that has expired, of one for another name, of an
+    // own one that the peer does not accept.
+    const char *expired, *misnamed, *unaccepted;
+    bool http = false;  // HTTP/1.1, which the two sides agree on (ALPN)
+};
+
+inline constexpr TlsUse kControlTls{
+    "cluster.tls_cert",
+    "cluster.tls_key",
+    "cluster.tls_ca",
+    "make a new one (cluster.tls_cert there)",
+    ", or set cluster.tls_name to one",
+    "set cluster.tls_control = \"mutual\" and cluster.tls_cert and tls_key to one that its cluster.tls_ca "
+    "vouches for"};
+
 // Paths of PEM files.
 struct TlsFiles {
     std::string cert, key;  // what this side shows
     std::string ca;         // whom it trusts
+    const TlsUse* use = &kControlTls;
 };
 
 class FollowedTls {

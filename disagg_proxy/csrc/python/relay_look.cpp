@@ -30,6 +30,7 @@ struct Look {
     size_t clients = 0, held = 0, unread = 0;
     uint64_t accepted = 0, dropped = 0, unlogged = 0;
     std::array<uint64_t, 3> reserved{};
+    std::string handshake_failure;
     bool intact = true;
 };
 
@@ -47,6 +48,7 @@ Look look_at(const relay::Relay& relay) {
     look.held = relay.clients().budget.body_bytes();
     look.unread = relay.clients().budget.unread_bytes();
     look.reserved = context.reserved;
+    look.handshake_failure = context.handshake_failure;
     look.accepted = relay.clients().accepted();
     look.dropped = context.observations.dropped();
     look.unlogged = context.access_log ? context.access_log->dropped() : 0;
@@ -116,6 +118,7 @@ py::dict relay_counters(relay::Relay& relay, uint64_t policy_errors) {
     out["engines"] = engines;
     out["rejected"] = look.rejected;
     out["reserved"] = by_name(look.reserved, kReserved);
+    out["handshake_failure"] = look.handshake_failure;
     out["client_connections"] = look.clients;
     out["held_body_bytes"] = look.held;
     out["unread_bytes"] = look.unread;

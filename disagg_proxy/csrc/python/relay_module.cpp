@@ -216,6 +216,17 @@ Decision decision_of(py::handle value, size_t engines) {
     return decision;
 }
 
+// Of TLS: certificate, key, authorities.
+using PyTlsFiles = std::optional<std::tuple<std::string, std::string, std::string>>;
+
+TlsFiles files_of(const std::tuple<std::string, std::string, std::string>& given, const TlsUse& use) {
+    const auto& [cert, key, ca] = given;
+    return {cert, key, ca, &use};
+}
+
+constexpr TlsUse kClientTls{
+    "proxy.tls_cert", "proxy.tls_key", "proxy.tls_client_ca", "its owner needs a new one", "", "", true};
+
 // SHA-256 of each key, and its salt.
 using PyApiKeys = std::vector<std::pair<py::bytes, std::string>>;
 
@@ -239,7 +250,7 @@ class PyRelay final : public relay::Decider {
             double retry_after_s, bool spans, py::function decide, py::function page, py::function refused,
             size_t texts_max, size_t engines_max, py::object gone, bool registry,
             std::vector<std::string> relay_paths, bool uses_tokens,
-            std::optional<std::shared_ptr<relay::Turns>> turns)
+            std::optional<std::shared_ptr<relay::Turns>> turns, const PyTlsFiles& tls)
         : turns_(turns.value_or(nullptr)),
           decide_(std::move(decide)),
           page_(std::move(page)),
@@ -253,6 +264,8 @@ class PyRelay final : public relay::Decider {
         }
         fill(values, settings);
         settings.api_keys = api_keys_of(api_keys);
+        if (tls) settings.tls = unwrap(TlsServer::create(files_of(*tls, kClientTls)), "tls");
+        tls_ = settings.tls;
         settings.access_log = std::move(access_log);
         settings.instance = std::move(instance);
         settings.spans = spans;
@@ -331,6 +344,12 @@ class PyRelay final : public relay::Decider {
         // Wakes the relay's thread, which may run in this one's place: others that tokenise go on meanwhile.
         py::gil_scoped_release nogil;
         relay_->resume(request.id(), std::move(checked));
+    }
+    std::vector<std::string> take_tls_trouble() {
+        std::vector<std::string> found;
+        if (tls_ != nullptr) found.push_back(tls_->take_trouble());
+        std::erase(found, "");
+        return found;
     }
     bool drain(double timeout_s) {
         py::gil_scoped_release nogil;
@@ -516,6 +535,7 @@ class PyRelay final : public relay::Decider {
         error.discard_as_unraisable("moonpool proxy: policy");
     }
 
+    std::shared_ptr<const TlsServer> tls_;       // nullptr: clients come in plain
     const std::shared_ptr<relay::Turns> turns_;  // nullptr: the policy is asked about each request
     py::function decide_, page_, refused_;
     py::object gone_;
@@ -580,19 +600,20 @@ void bind_relay(py::module_& m) {
         .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&, const py::dict&,
                       const PyApiKeys&, std::string, std::string, double, bool, py::function, py::function,
                       py::function, size_t, size_t, py::object, bool, std::vector<std::string>, bool,
-                      std::optional<std::shared_ptr<relay::Turns>>>(),
+                      std::optional<std::shared_ptr<relay::Turns>>, const PyTlsFiles&>(),
              py::kw_only(), py::arg("engines"), py::arg("settings"), py::arg("api_keys"),
              py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"), py::arg("spans"),
              py::arg("decide"), py::arg("page"), py::arg("refused"), py::arg("texts_max") = 0,
              py::arg("engines_max") = 0, py::arg("gone") = py::none(), py::arg("registry") = false,
              py::arg("relay_paths") = std::vector<std::string>(), py::arg("uses_tokens") = false,
-             py::arg("turns") = py::none(),
+             py::arg("turns") = py::none(), py::arg("tls") = py::none(),
              "decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: "
              "it looks at prompts and learns from what was recorded: records is what take_observations would "
              "return, ids the prompt's when it is one list of them, else None. Otherwise b\"\" and None. "
              "turns: of a policy that goes by them alone (policy.turns_of): where all candidates serve "
              "requests whole, the relay chooses by them, and decide is not called. api_keys: as in "
-             "set_api_keys.")
+             "set_api_keys. tls: clients come inside it: paths of a certificate, of its key, and of the "
+             "authorities that vouch for clients, or \"\".")
         .def_static("setting_names", &relay_setting_names, "Of all in ``settings``.")
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
         .def(
@@ -622,6 +643,8 @@ void bind_relay(py::module_& m) {
         .def("reopen_access_log", &PyRelay::reopen_access_log,
              "Opens it by its name again, for a rotation. Raises an error of the system, and then goes on "
              "with the file that it had.")
+        .def("take_tls_trouble", &PyRelay::take_tls_trouble,
+             "Why files of TLS that were replaced are not in use; each is told once.")
         .def("resume", &PyRelay::resume, py::arg("request"), py::arg("decision"),
              "The decision about a request for which decide returned None. From any thread.")
         .def("next_text", &PyRelay::next_text,

@@ -1,10 +1,7 @@
 #include "relay/access_log.hpp"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,6 +10,8 @@
 #include <cstdio>
 #include <ctime>
 #include <utility>
+
+#include "relay/tcp.hpp"
 
 namespace moonpool::relay {
 
@@ -34,19 +33,6 @@ int open_stdout() {
         if (fd >= 0) return fd;
     }
     return ::fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 0);
-}
-
-std::string peer_of(int fd) {
-    sockaddr_storage address{};
-    socklen_t size = sizeof(address);
-    char text[INET6_ADDRSTRLEN] = "-";
-    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return text;
-    if (address.ss_family == AF_INET) {
-        ::inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in&>(address).sin_addr, text, sizeof(text));
-    } else if (address.ss_family == AF_INET6) {
-        ::inet_ntop(AF_INET6, &reinterpret_cast<sockaddr_in6&>(address).sin6_addr, text, sizeof(text));
-    }
-    return text;
 }
 
 // As it can stand between quotes in a line.

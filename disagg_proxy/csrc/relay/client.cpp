@@ -54,8 +54,9 @@ Client::Client(RelayContext& context, ClientTable& table, int connection, size_t
 Client::~Client() { table_.addresses.leave(address); }
 
 // The first request gets the deadline of a head, not that of an idle connection: a stranger that only
-// connects is let go sooner.
+// connects is let go sooner, and so is one that does not finish its handshake.
 void Client::begin() {
+    if (context_.settings.tls != nullptr) transport_.begin_tls(nullptr);
     deadline_ = context_.now + context_.settings.deadlines.head_s;  // of the first request
     wait_idle();
     if (!context_.poller.add(*this, static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP)) abort();
@@ -82,13 +83,45 @@ Client::Look Client::look() const {
             reading_body(),
             held_.size() - held_at_,
             reading_body() ? request_->body.size() : 0,
-            out_.size()};
+            unwritten()};
 }
 
 // Writing comes first: it may end a pause, after which what was held is read in order.
 void Client::on_events(uint32_t events) {
+    if (transport_.shaking()) return shake_hands();
     if ((events & EPOLLOUT) != 0) flush();
     if (open() && (events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) read_some(events);
+}
+
+// The handshake of TLS. A step of it is a thousand times as dear as a read: so many strangers get one in each
+// turn, the others in the next, and answers go on between them.
+void Client::shake_hands() {
+    if (context_.handshakes == 0) return;
+    --context_.handshakes;
+    if (transport_.tls() == nullptr) {
+        auto stream = context_.settings.tls->open();
+        if (!stream) return abort();
+        transport_.begin_tls(std::move(*stream));
+    }
+    if (transport_.shake(fd.get()) == TlsStream::Step::kFailed) return handshake_failed();
+    watch();
+}
+
+void Client::handshake_failed() {
+    const TlsStream& tls = *transport_.tls();
+    if (tls.not_tls()) {
+        // None of it was read, and the client understands an answer in plain.
+        transport_.end_tls();
+        return refuse({400, "plain_http", "this port speaks TLS alone: use https://"});
+    }
+    if (!tls.heard()) return abort();  // a balancer that only connects has not failed
+    context_.count_rejected("tls_handshake");
+    context_.handshake_failure = tls.error(peer_of(fd.get())).text;
+    // What still comes is read and dropped for a while, or a reset would overtake the alert that says why. It
+    // can be closed for another connection's sake all the same.
+    transport_.end_tls();
+    enter(ClientState::kLingering, context_.settings.deadlines.linger_s);
+    ::shutdown(fd.get(), SHUT_WR);
 }
 
 // Reading.
@@ -105,7 +138,7 @@ void Client::read_some(uint32_t events) {
         if ((events & (EPOLLHUP | EPOLLERR)) != 0) abort();
         return;
     }
-    ssize_t n = ::recv(fd.get(), context_.scratch.data(), context_.scratch.size(), 0);
+    ssize_t n = transport_.receive(fd.get(), context_.scratch);
     if (n > 0) {
         // Lingering: bytes are read and dropped, so that the close does not become a reset that overtakes
         // the refusal.
@@ -120,7 +153,7 @@ void Client::read_some(uint32_t events) {
 // The client ended its side. It may only have shut down its writing, but a client that left looks the same,
 // and an engine that computes for a client that left is worse than a half-closed client without its answer.
 void Client::end_of_input() {
-    if (state_ == ClientState::kAnswering || out_.empty()) return abort();
+    if (state_ == ClientState::kAnswering || unwritten() == 0) return abort();
     close_soon();
 }
 
@@ -320,7 +353,7 @@ void Client::give_budget() {
 // Bytes that wait in this process for the client to read, or for its former request to end. The sum over
 // all clients bounds memory; the worst are shed (ClientTable::shed).
 void Client::count_unread() {
-    size_t unread = open() ? out_.size() + held_.size() - held_at_ : 0;
+    size_t unread = open() ? unwritten() + held_.size() - held_at_ : 0;
     table_.budget.change_unread(unread_, unread);
     unread_ = unread;
 }
@@ -426,6 +459,10 @@ void Client::end_request(bool close) {
 
 // Refuse what cannot be read on: answer, then wait a little so that the client can read why.
 void Client::refuse(const http::Refusal& refusal) {
+    if (transport_.shaking()) {  // no answer can be read before the handshake is over
+        context_.count_rejected(refusal.reason);
+        return abort();
+    }
     if (!request_) request_ = table_.requests.take();
     table_.ids.give(*request_, context_);
     answer(refusal.status, refusal.reason, http::error_body(refusal.status, refusal.reason, refusal.sentence),
@@ -437,8 +474,13 @@ void Client::refuse(const http::Refusal& refusal) {
     partial_ = std::string();
     idle_.leave();
     enter(ClientState::kLingering, context_.settings.deadlines.linger_s);
-    // The end of our side tells the client that this was all. The socket itself stays for linger_s.
-    if (out_.empty()) ::shutdown(fd.get(), SHUT_WR);  // else flush() does
+    if (unwritten() == 0) end_output();  // else flush() does
+}
+
+// The end of our side tells the client that this was all. The socket itself stays for linger_s.
+void Client::end_output() {
+    transport_.say_end(fd.get());
+    ::shutdown(fd.get(), SHUT_WR);
 }
 
 void Client::log(int status, uint64_t bytes) {
@@ -456,14 +498,14 @@ void Client::write(std::string_view head, std::string_view body) {
     if (out_.empty()) {
         std::array<iovec, 2> pieces = {iovec{const_cast<char*>(head.data()), head.size()},
                                        iovec{const_cast<char*>(body.data()), body.size()}};
-        ptrdiff_t n = head.size() + body.size() == 0 ? 0 : write_some(fd.get(), pieces.data(), 2);
+        ptrdiff_t n = head.size() + body.size() == 0 ? 0 : transport_.write_some(fd.get(), pieces.data(), 2);
         if (n == kBroken) return abort();
         auto sent = static_cast<size_t>(n);
         size_t of_head = std::min(sent, head.size());
         head.remove_prefix(of_head);
         body.remove_prefix(sent - of_head);
     }
-    if (head.empty() && body.empty()) return;
+    if (head.empty() && body.empty() && transport_.unsent() == 0) return;
     if (out_.empty()) took_at_ = context_.now;
     out_.append(head);
     out_.append(body);
@@ -476,12 +518,12 @@ void Client::write(std::string_view head, std::string_view body) {
 }
 
 void Client::flush() {
-    size_t before = out_.size();
-    if (!out_.flush(fd.get())) return abort();
-    if (out_.size() != before) took_at_ = context_.now;
+    size_t before = unwritten();
+    if (!out_.flush(transport_, fd.get())) return abort();
+    if (unwritten() != before) took_at_ = context_.now;
     count_unread();
-    if (out_.empty() && state_ == ClientState::kClosing) return abort();
-    if (out_.empty() && state_ == ClientState::kLingering) ::shutdown(fd.get(), SHUT_WR);
+    if (unwritten() == 0 && state_ == ClientState::kClosing) return abort();
+    if (unwritten() == 0 && state_ == ClientState::kLingering) end_output();
     watch();
     if (write_paused_ && out_.size() <= context_.settings.limits.write_buffer_bytes_max / 4) {
         write_paused_ = false;
@@ -495,7 +537,7 @@ void Client::flush() {
 }
 
 void Client::watch() {
-    uint32_t events = out_.empty() ? 0u : static_cast<uint32_t>(EPOLLOUT);
+    uint32_t events = unwritten() == 0 ? 0u : static_cast<uint32_t>(EPOLLOUT);
     if (state_ != ClientState::kClosing) {
         events |= static_cast<uint32_t>(EPOLLRDHUP);
         if (!held_back_) events |= static_cast<uint32_t>(EPOLLIN);
@@ -533,7 +575,7 @@ void Client::expire() {
 void Client::drain() {
     if (exchange_ != nullptr) return exchange_->close_after();
     if (busy() || ending()) return;
-    read_some(EPOLLIN);  // a request may have come while others were served
+    if (!transport_.shaking()) read_some(EPOLLIN);  // a request may have come while others were served
     if (busy() || ending()) return;
     if (past_ != Past::kNone) return close_soon();
     // It has just connected: its first request is on its way.
@@ -546,7 +588,7 @@ void Client::close_soon() {
     held_ = std::string();
     held_at_ = 0;
     count_unread();
-    if (out_.empty()) return abort();
+    if (unwritten() == 0) return abort();
     enter(ClientState::kClosing, context_.settings.deadlines.client_stall_s);
     watch();
 }
@@ -555,11 +597,13 @@ void Client::abort() {
     if (!open()) return;
     // With SO_LINGER 0 the close is a reset: a half answer must not look like a whole one that ends with
     // the connection.
-    bool cut = exchange_ != nullptr || !out_.empty();
+    bool cut = exchange_ != nullptr || unwritten() != 0;
     if (cut) {
         // What is not sent is dropped and the client sees a reset.
         linger now{1, 0};
         ::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &now, sizeof(now));
+    } else {
+        transport_.say_end(fd.get());
     }
     state_.move_to(ClientState::kClosed);
     idle_.leave();

@@ -21,10 +21,11 @@
 #include "relay/addresses.hpp"
 #include "relay/client_budget.hpp"
 #include "relay/idle_list.hpp"
+#include "relay/out_buffer.hpp"
 #include "relay/poller.hpp"
 #include "relay/request.hpp"
 #include "relay/routes.hpp"
-#include "relay/tcp.hpp"
+#include "relay/transport.hpp"
 
 namespace moonpool::relay {
 
@@ -33,7 +34,7 @@ class ClientTable;
 struct RelayContext;
 
 enum class ClientState : uint8_t {
-    kIdle,       // no request is under way
+    kIdle,       // no request is under way; first of all, where the port has TLS, its handshake
     kHead,       // part of a head has come
     kBody,       // the head is accepted, its body is read
     kDropping,   // the head is refused, its body, a small one, is read and dropped so that the connection
@@ -115,6 +116,8 @@ class Client final : public Socket {
     double took_at() const { return took_at_; }  // when it last took something of what waits for it
 
    private:
+    void shake_hands();
+    void handshake_failed();
     void read_some(uint32_t events);
     void take(std::string_view data);
     size_t read(std::string_view data);
@@ -135,6 +138,7 @@ class Client final : public Socket {
                 const std::vector<std::pair<std::string, std::string>>& headers, bool close);
     void refuse_request(const http::Refusal& refusal, bool close);
     void end_request(bool close);
+    void end_output();
     void log(int status, uint64_t bytes);
     void end_of_input();
     void expire();
@@ -146,6 +150,7 @@ class Client final : public Socket {
     bool reading_body() const { return state_ == ClientState::kBody || state_ == ClientState::kDropping; }
     bool in_head() const { return state_ == ClientState::kHead && parser_.begun(); }  // not only blank lines
     bool ending() const { return state_ >= ClientState::kLingering; }
+    size_t unwritten() const { return out_.size() + transport_.unsent(); }
     Exchange* let_exchange_go();
 
     RelayContext& context_;
@@ -157,7 +162,8 @@ class Client final : public Socket {
     std::string partial_;  // a head that is not whole
     std::string held_;     // read ahead while a request is under way, from held_at_ on
     size_t held_at_ = 0;
-    OutBuffer out_;
+    Transport transport_;
+    OutBuffer out_;  // behind what waits in transport_
     State<kClientStates> state_;
     bool held_back_ = false;     // too much was read ahead: reads no more for now
     bool write_paused_ = false;  // the client takes too little: starts nothing for now

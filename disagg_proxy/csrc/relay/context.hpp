@@ -26,6 +26,7 @@ struct RelayContext {
 
     const Settings settings;
     double now = 0;         // of this turn, s of the relay's clock
+    size_t handshakes = 0;  // of TLS, that still may go on in this turn
     bool draining = false;  // the relay accepts no more, and each answer is its connection's last
     Poller poller;
     std::vector<char> scratch = std::vector<char>(256 << 10);  // for what is read from a socket
@@ -33,6 +34,7 @@ struct RelayContext {
     Observations observations;
     std::unique_ptr<AccessLog> access_log;                  // nullptr: none is written
     std::map<std::string, uint64_t, std::less<>> rejected;  // answers of the proxy's own, by their reason
+    std::string handshake_failure;  // of the client whose handshake failed last, with its address
     // What clients may not say and was left out: members of bodies, fields of heads, ids.
     std::array<uint64_t, 3> reserved{};
     // Closed in this turn: the poller may have fetched an event of them, so that they are deleted after it.

@@ -24,6 +24,13 @@
 
 namespace moonpool::relay {
 
+namespace {
+
+// Some milliseconds of work, with certificates whose keys are dear.
+constexpr size_t kHandshakesPerTurn = 8;
+
+}  // namespace
+
 void Relay::Wake::on_events(uint32_t) {
     uint64_t value;
     (void)!::read(fd.get(), &value, sizeof(value));
@@ -241,6 +248,7 @@ void Relay::run() {
         // No longer than to the next sweep: deadlines have no timers of their own.
         context_.poller.wait(std::clamp(static_cast<int>(std::ceil(left_s * 1000)), 0, 1000));
         now = clock();  // what came is of now, not of the moment before the wait
+        context_.handshakes = kHandshakesPerTurn;
         context_.poller.hand_out();
         now = clock();
         run_posted();

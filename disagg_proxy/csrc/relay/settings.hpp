@@ -4,10 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "base/sha256.hpp"
+#include "wire/tls.hpp"
 
 namespace moonpool::relay {
 
@@ -85,6 +87,7 @@ struct Settings {
     double retry_after_s = 0;
     bool registry = false;                 // engines may register; relay/routes.hpp
     std::vector<std::string> relay_paths;  // relayed besides those of inference; relay/routes.hpp
+    std::shared_ptr<const TlsServer> tls;  // clients come inside TLS; null: none does
     bool spans = false;  // each request is a span of its own, which engines are told in place of the client's
 };
 

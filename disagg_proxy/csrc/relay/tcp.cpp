@@ -1,5 +1,6 @@
 #include "relay/tcp.hpp"
 
+#include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -10,8 +11,6 @@
 namespace moonpool::relay {
 
 namespace {
-
-constexpr size_t kUnsentBytesKept = 16 << 10;
 
 void set(int fd, int level, int option, int value) {
     (void)::setsockopt(fd, level, option, &value,
@@ -41,28 +40,17 @@ ptrdiff_t write_some(int fd, const iovec* pieces, size_t count) {
     }
 }
 
-bool OutBuffer::flush(int fd) {
-    while (!empty()) {
-        iovec piece{bytes_.data() + sent_, size()};
-        ptrdiff_t n = write_some(fd, &piece, 1);
-        if (n == kBroken) return false;
-        if (n == 0) {
-            if (sent_ > size()) {  // at most as much is moved as was sent since the last time
-                bytes_.erase(0, sent_);
-                sent_ = 0;
-            }
-            return true;
-        }
-        sent_ += static_cast<size_t>(n);
+std::string peer_of(int fd) {
+    sockaddr_storage address{};
+    socklen_t size = sizeof(address);
+    char text[INET6_ADDRSTRLEN] = "-";
+    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return text;
+    if (address.ss_family == AF_INET) {
+        ::inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in&>(address).sin_addr, text, sizeof(text));
+    } else if (address.ss_family == AF_INET6) {
+        ::inet_ntop(AF_INET6, &reinterpret_cast<sockaddr_in6&>(address).sin6_addr, text, sizeof(text));
     }
-    clear();
-    return true;
-}
-
-void OutBuffer::clear() {
-    bytes_.clear();
-    sent_ = 0;
-    if (bytes_.capacity() > kUnsentBytesKept) bytes_.shrink_to_fit();
+    return text;
 }
 
 }  // namespace moonpool::relay

@@ -37,16 +37,16 @@ def saved(
     prompts (conductor, prefix_affinity) once it has learnt from 16 prompts.
     """
     from moonpool.core.config.config import load
+    from moonpool.core.service.http_tls import own_proxy_context, own_proxy_url
     from moonpool.disagg_proxy.tools.savings import read_savings
     from moonpool.launch.up import read_state
 
-    urls = list(url or ())
+    urls, tls = list(url or ()), None
     if not urls:
         settings, up = load(config), read_state()
-        urls = [
-            up.proxy.url if up is not None and up.proxy is not None else f"http://{settings.proxy.listen}"
-        ]
-    found = read_savings(urls)
+        urls = [up.proxy.url if up is not None and up.proxy is not None else own_proxy_url(settings)]
+        tls = own_proxy_context(settings)
+    found = read_savings(urls, tls)
     if as_json:
         import msgspec
 

@@ -18,7 +18,7 @@ from moonpool.core.printable import printable_all
 from moonpool.core.service.cluster import Cluster, MasterRow, read_cluster, read_masters
 from moonpool.core.service.control_tls import control_client_for
 from moonpool.core.service.http_get import get_json
-from moonpool.core.service.http_tls import client_context, scheme
+from moonpool.core.service.http_tls import client_context, own_proxy_context, own_proxy_url, scheme
 from moonpool.core.service.listen_addresses import master_text
 from moonpool.core.service.node_socket import is_served
 from moonpool.launch.up import UpState, read_state
@@ -92,17 +92,16 @@ def take(
         except Error as error:
             problems.append(str(error))
     proxy_is_named = bool(proxy_url) or config.origin("proxy.listen").kind != "default"
-    key = ""
+    key, is_own = "", not proxy_url
     if not proxy_url:
         key = _proxy_key(config)  # sent to this host's own proxy alone
-        proxy_url = (
-            up.proxy.url if up is not None and up.proxy is not None else f"http://{config.proxy.listen}"
-        )
+        proxy_url = up.proxy.url if up is not None and up.proxy is not None else own_proxy_url(config)
     try:
-        page = get_json(f"{proxy_url.rstrip('/')}/engines", timeout_s=timeout_s, token=key.encode())
+        tls = own_proxy_context(config) if is_own else None
+        page = get_json(f"{proxy_url.rstrip('/')}/engines", timeout_s=timeout_s, tls=tls, token=key.encode())
         engines = msgspec.convert(page["engines"] if isinstance(page, dict) else page, list[EngineRow])
         answers = True
-    except (Unavailable, msgspec.ValidationError, KeyError) as error:
+    except (Unavailable, ConfigError, msgspec.ValidationError, KeyError) as error:
         if proxy_is_named or (up is not None and up.proxy is not None):
             problems.append(f"no proxy serves {proxy_url} ({getattr(error, 'cause', None) or error})")
         else:

@@ -28,7 +28,7 @@ from moonpool.core.config.config import Config
 from moonpool.core.config.sections import Engine, Up, UpNode
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
-from moonpool.core.service.http_get import answers_ok, get_json
+from moonpool.core.service.http_get import accepts, answers_ok, get_json
 from moonpool.core.service.http_tls import own_child_context, scheme
 from moonpool.core.service.listen_addresses import OFF, advertised_address, master_text, require_token
 from moonpool.core.service.node_socket import is_served
@@ -354,10 +354,12 @@ class _Planner:
         """In front of the engines that are started here and of those that [proxy] names."""
         key = "proxy.listen"
         address = self._ports.take(parse_address(self.config.proxy.listen, key), key)
-        url = f"http://{_from_here(address)}"
+        tls = self.config.proxy
+        url = f"{'https' if tls.tls_cert else 'http'}://{_from_here(address)}"
 
         async def ready() -> bool:
-            return await answers_ok(f"{url}/health")
+            # No page can be asked for without a client's certificate; it listens when it serves.
+            return await (accepts(url) if tls.tls_client_ca else answers_ok(f"{url}/health"))
 
         command = [*MOONPOOL, "proxy", *self._config_option, "--listen", str(address)]
         given = self.config.proxy
