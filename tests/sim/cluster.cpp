@@ -119,7 +119,9 @@ class Cluster {
         const SimMaster& owner = masters_[clients_[host]->range_of_key(key)].owner();
         const Master* master = owner.master();
         uint32_t master_host = owner.host();
-        if (master == nullptr || nodes_[host]->stopped() ||
+        // A new master hears of what a node put while it was cut off after the node has joined.
+        const bool is_new = owner.since() != 0 && world_.now() - owner.since() < conditions_.apart;
+        if (master == nullptr || is_new || nodes_[host]->stopped() ||
             network_.was_cut(host, master_host, conditions_.apart) ||
             network_.was_cut(master_host, host, conditions_.apart))
             return true;

@@ -12,6 +12,7 @@ constexpr uint64_t kSilentMs = 1000, kPauseMs = 100;
 }  // namespace
 
 void SimMaster::on_start() {
+    since_ = world_.now();
     master_ = std::make_unique<Master>(limits_, now_ms(), first_version(unix_ms()),
                                        planted_.two_ranges ? Range{} : range_);
     pair_ = std::make_unique<MasterPair>(

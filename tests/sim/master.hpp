@@ -30,6 +30,7 @@ class SimMaster final : public Process {
     // False: it does not serve such a one now. from: a standby.
     bool accept(std::shared_ptr<End> end, Caller kind, SimMaster* from = nullptr);
     const Master* master() const { return master_.get(); }  // null: it does not run
+    Micros since() const { return since_; }                 // when it was started last
     bool is_owner() const { return pair_ != nullptr && pair_->role() == MasterRole::kOwner; }
     bool is_whole() const { return pair_ != nullptr && pair_->is_whole(); }
     void take_over();  // as an operator tells it
@@ -85,6 +86,7 @@ class SimMaster final : public Process {
     LinkId next_link_ = 1, standby_ = kNoLink;
     std::shared_ptr<End> to_owner_;
     uint64_t owner_heard_ms_ = 0, dials_ = 0;
+    Micros since_ = 0;
 };
 
 }  // namespace moonpool::sim
