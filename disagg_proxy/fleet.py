@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from moonpool._native import Relay
+from moonpool.core.errors import ConfigError, InvalidArgument, Unavailable
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
@@ -27,6 +28,7 @@ from moonpool.disagg_proxy.engines.engine import Engine, bootstrap_of
 from moonpool.disagg_proxy.engines.health import HealthChecker
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.settings import ProxySettings
+from moonpool.disagg_proxy.tls import EngineTls
 from moonpool.disagg_proxy.tracing.recorder import Recorder
 
 _log = logging.getLogger("moonpool.proxy")
@@ -43,8 +45,10 @@ class Fleet:
         locator: PrefixLocator,
         subscriber: Subscriber | None,
         recorder: Recorder | None,
+        tls: EngineTls,
     ) -> None:
         self._settings = settings
+        self._tls = tls
         self._relay = relay
         self._dispatcher = dispatcher
         self._locator = locator
@@ -132,7 +136,12 @@ class Fleet:
             self._subscriber.follow(found.events, place)
         self._dispatcher.join(engine)
         engine.key = self._keys.of(spec, given=spec in self._settings.engines)
-        self._relay.add_engine(place, engine.name, engine.host, engine.role, engine.key)
+        if spec.is_https:
+            engine.tls = self._tls.context
+        try:
+            self._relay.add_engine(place, engine.name, engine.host, engine.role, engine.key, spec.is_https)
+        except (InvalidArgument, Unavailable) as error:
+            raise ConfigError(str(error), operation="tls", key="proxy.engine_tls_ca", cause=error) from error
         return engine
 
     def _undo(self, found: DiscoveredEngine, place: int) -> None:

@@ -61,7 +61,7 @@ from moonpool.disagg_proxy.settings import (
     parse_tokenizers,
 )
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
-from moonpool.disagg_proxy.tls import made_relay
+from moonpool.disagg_proxy.tls import EngineTls, made_relay
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.prompt_ids import ASKED_MAX
@@ -106,7 +106,10 @@ class Proxy:
         self._indexes = PrefixIndexes()
         self._locator = PrefixLocator(self._indexes)
         policy = make_policy(settings.policy)
-        tokens = _token_source(settings, lambda: self.engines) if policy.uses_tokens else None
+        self._engine_tls = EngineTls(settings)
+        tokens = (
+            _token_source(settings, lambda: self.engines, self._engine_tls) if policy.uses_tokens else None
+        )
         self._dispatcher = Dispatcher(
             policy,
             self._locator,
@@ -145,7 +148,13 @@ class Proxy:
         turns = None if asks else turns_of(policy)
         self.relay = self._make_relay(decide, turns)
         self.fleet = Fleet(
-            settings, self.relay, self._dispatcher, self._locator, self._subscriber, self._recorder
+            settings,
+            self.relay,
+            self._dispatcher,
+            self._locator,
+            self._subscriber,
+            self._recorder,
+            self._engine_tls,
         )
         events = {source.name: source for source in settings.events if not source.pool}
         for spec in settings.engines:
@@ -532,7 +541,7 @@ def _relay_settings(settings: ProxySettings) -> dict[str, object]:
 
 
 def _token_source(
-    settings: ProxySettings, engines: Callable[[], Sequence[Engine]]
+    settings: ProxySettings, engines: Callable[[], Sequence[Engine]], tls: EngineTls
 ) -> TokenSource | LocalSource | None:
     """The source of token ids; None: no text is tokenised. Raises ConfigError for an unreadable tokenizer."""
     if [*settings.tokenizer] == ["none"]:
@@ -550,7 +559,7 @@ def _token_source(
     def key_of(root: str) -> str:
         return next((engine.key for engine in engines() if engine.url.rstrip("/") == root), "")
 
-    return EngineSource(urls, key_of=key_of)
+    return EngineSource(urls, key_of=key_of, tls=tls.context)
 
 
 async def serve(

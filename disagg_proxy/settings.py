@@ -25,6 +25,7 @@ from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.setting_error import bad
 
 BOOTSTRAP_PORT = 8998  # where prefill engines have their bootstrap page, unless they are told otherwise
+_PORTS = {"http": 80, "https": 443}  # by scheme, of a URL without one
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _RELAY_PATH = re.compile(r"/[A-Za-z0-9_.~/-]*[A-Za-z0-9_~-](/\*)?")
 _OWN_PAGES = ("health", "metrics", "engines", "ui", "register", "unregister", "query", "query_by_hash")
@@ -33,8 +34,8 @@ _BOOTSTRAP = re.compile(r"(?:([^\s/]+):)?([0-9]{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine behind the proxy: a name (header, metrics), its root URL, ``http://host:port``, and its role:
-    both, prefill (computes prompts for others) or decode (answers what others have computed).
+    """An engine behind the proxy: a name (header, metrics), its root URL, ``http://host:port`` or https, and
+    its role: both, prefill (computes prompts for others) or decode (answers what others have computed).
 
     bootstrap: where a prefill engine's bootstrap page is, PORT (of the URL's host) or HOST:PORT; 0: it has
     none; "": at BOOTSTRAP_PORT, if anywhere, or, of SGLang, where the engine says.
@@ -66,11 +67,18 @@ class EngineSpec:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise bad("engines", f"{self.url!r} is no URL: {error}") from error
-        if parts.scheme != "http" or not host or not _is_host(host):
-            raise bad("engines", f"an engine's URL looks like http://host:port, not {self.url!r}")
+        if parts.scheme not in _PORTS or not host or not _is_host(host):
+            raise bad("engines", f"an engine's URL looks like http://host:port or https, not {self.url!r}")
+        default = _PORTS[parts.scheme]
         if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
-            raise bad("engines", f"give the root of the engine, http://{host}:{port or 80}, not {self.url!r}")
-        return host, 80 if port is None else port
+            root = f"{parts.scheme}://{host}:{port or default}"
+            raise bad("engines", f"give the root of the engine, {root}, not {self.url!r}")
+        return host, default if port is None else port
+
+    @property
+    def is_https(self) -> bool:
+        """Whether it is spoken to inside TLS; then its certificate must have the host of ``address``."""
+        return urlsplit(self.url).scheme == "https"
 
     @property
     def known_as(self) -> str:
@@ -192,7 +200,7 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
         places = Counter(Address(*each.address) for each in self.engines)
-        if again := [f"http://{place}" for place, times in places.items() if times > 1]:
+        if again := [str(place) for place, times in places.items() if times > 1]:
             raise bad("engines", f"{again[0]} is given more than once; give each engine once, in one role")
         if self.admission.any and not make_policy(self.policy).uses_tokens:
             raise bad(
@@ -219,9 +227,13 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
             )
 
     def _check_tls(self) -> None:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            raise bad(missing, f"proxy.{given} is set and proxy.{missing} is not; set both or none")
+        for names in (("tls_cert", "tls_key"), ("engine_tls_cert", "engine_tls_key")):
+            given = [name for name in names if getattr(self, name)]
+            missing = [name for name in names if name not in given]
+            if given and missing:
+                raise bad(
+                    missing[0], f"proxy.{given[0]} is set and proxy.{missing[0]} is not; set both or none"
+                )
         if self.tls_client_ca and not self.tls_cert:
             raise bad(
                 "tls_cert",

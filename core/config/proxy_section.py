@@ -273,6 +273,14 @@ class ProxyCommon(Section, frozen=True, kw_only=True):
             "NAME KEY or HOST:PORT KEY for one, * KEY for all; empty: nothing"
         ),
     ] = ""
+    engine_tls_ca: Annotated[
+        str,
+        about("authorities (PEM) that are trusted for engines at https://; empty: the system's"),
+    ] = ""
+    engine_tls_cert: Annotated[
+        str, about("certificate (PEM) that engines at https:// are shown; empty: none")
+    ] = ""
+    engine_tls_key: Annotated[str, about("its key (PEM, 0600, without a password)")] = ""
     admission: Admission = Admission()
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
@@ -287,7 +295,8 @@ class Proxy(ProxyCommon, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "127.0.0.1:8080"
     )
     engines: Annotated[
-        list[str], about("root URLs of the engines, each http://host:port or NAME=http://host:port")
+        list[str],
+        about("root URLs of the engines, each http://host:port or NAME=http://host:port, or with https"),
     ] = []
     prefill: Annotated[
         list[str],

@@ -12,7 +12,7 @@ from moonpool.core.config.config import Config
 from moonpool.core.doctor.finding import Finding, absent, broken, weak, works
 from moonpool.core.doctor.host import Host
 from moonpool.core.errors import ConfigError
-from moonpool.core.service.http_tls import TlsFiles, client_side_of, files_of, serving
+from moonpool.core.service.http_tls import TlsFiles, client_side_of, engine_side_of, files_of, serving
 
 SOON_S = 30 * 86400  # a certificate that ends within that time is named
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
@@ -27,11 +27,12 @@ class Validity(NamedTuple):
 
 def check(host: Host, config: Config) -> Iterator[Finding]:
     """All checks of this file."""
-    cluster, proxy = files_of(config), client_side_of(config.proxy)
+    cluster = files_of(config)
     if not cluster.cert and not cluster.key:
         yield absent("TLS certificate", "none is configured: pages are http")
     yield from _side(host, "", cluster)
-    yield from _side(host, " of the proxy", proxy)
+    yield from _side(host, " of the proxy", client_side_of(config.proxy))
+    yield from _side(host, " of the proxy towards engines", engine_side_of(config.proxy))
 
 
 def _side(host: Host, whose: str, files: TlsFiles) -> Iterator[Finding]:

@@ -46,6 +46,12 @@ def client_side_of(proxy: ProxyCommon) -> TlsFiles:
     return TlsFiles(proxy.tls_cert, proxy.tls_key, proxy.tls_client_ca, *names)
 
 
+def engine_side_of(proxy: ProxyCommon) -> TlsFiles:
+    """Those of a proxy towards its engines."""
+    names = ("proxy.engine_tls_cert", "proxy.engine_tls_key", "proxy.engine_tls_ca")
+    return TlsFiles(proxy.engine_tls_cert, proxy.engine_tls_key, proxy.engine_tls_ca, *names)
+
+
 def server_context(config: Config) -> ssl.SSLContext | None:
     """None where no certificate is configured. Raises ConfigError for files that cannot serve."""
     files = files_of(config)

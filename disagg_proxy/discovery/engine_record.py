@@ -45,4 +45,6 @@ class EngineRecord(msgspec.Struct, forbid_unknown_fields=True):
 
 def name_of(text: str) -> str:
     """A valid name made of a URL's host and port, or of any text; at most 64 characters."""
-    return _NO_NAME.sub("-", text.removeprefix("http://").rstrip("/")).strip("-")[-64:]
+    return _NO_NAME.sub("-", text.removeprefix("http://").removeprefix("https://").rstrip("/")).strip("-")[
+        -64:
+    ]

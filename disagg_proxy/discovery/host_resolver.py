@@ -87,4 +87,6 @@ def _url_with_host(text: str, found: dict[str, str]) -> str:
     if not text:
         return ""
     parts = urlsplit(text)
-    return f"http://{Address(found[parts.hostname or ''], 80 if parts.port is None else parts.port)}"
+    default = 443 if parts.scheme == "https" else 80
+    place = Address(found[parts.hostname or ""], default if parts.port is None else parts.port)
+    return f"{parts.scheme}://{place}"

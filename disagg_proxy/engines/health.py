@@ -12,7 +12,8 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Collection, Mapping, Set
+import ssl
+from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 
@@ -90,7 +91,7 @@ class HealthChecker:
         began = self._loop.time()
         try:
             async with asyncio.timeout(timeout_s):  # wait_for of 3.11 can swallow a cancellation
-                status, _, peer = await _get(engine.address, path, connect_s, key=engine.key)
+                status, _, peer = await _get(engine.address, path, connect_s, key=engine.key, tls=engine.tls)
         except TimeoutError:
             self._lates = lates + 1
             took_s = timeout_s if self._loop.time() - began >= timeout_s else connect_s
@@ -99,7 +100,7 @@ class HealthChecker:
             if _is_ours(error):
                 self._not_checked(error)
             else:
-                engine.refused(f"GET {path} failed: {error.strerror or error}")
+                engine.refused(f"GET {path} failed: {_why(error)}")
         else:
             self._short = False
             if 200 <= status < 300:
@@ -121,7 +122,7 @@ class HealthChecker:
         """Reads /v1/models; after a failure the engine keeps its models."""
         with suppress(OSError):  # TimeoutError is one
             async with asyncio.timeout(self._checks.timeout_s):
-                status, body, _ = await _get(self._engine.address, "/v1/models", key=self._engine.key)
+                status, body, _ = await self._get("/v1/models")
             if status == 200:
                 self._engine.set_models(models_of(body))
             elif status == 404:  # it has no such page; any other status says nothing of its models
@@ -148,8 +149,12 @@ class HealthChecker:
     async def _page(self, path: str, timeout_s: float) -> bytes | None:
         """A page of the engine; None: it has none. Raises OSError."""
         async with asyncio.timeout(timeout_s):
-            status, body, _ = await _get(self._engine.address, path, key=self._engine.key)
+            status, body, _ = await self._get(path)
         return body if status == 200 else None
+
+    async def _get(self, path: str) -> tuple[int, bytes, tuple[str, int]]:
+        engine = self._engine
+        return await _get(engine.address, path, key=engine.key, tls=engine.tls)
 
     async def _look_at_bootstrap(self, bootstrap: Bootstrap) -> None:
         try:
@@ -208,12 +213,18 @@ async def _ranks_at(
 
 
 async def _get(
-    address: tuple[str, int], path: str, connect_s: float | None = None, *, key: str = ""
+    address: tuple[str, int],
+    path: str,
+    connect_s: float | None = None,
+    *,
+    key: str = "",
+    tls: Callable[[], ssl.SSLContext] | None = None,
 ) -> tuple[int, bytes, tuple[str, int]]:
     """Status, body and the peer's address. HTTP/1.0, so that nothing comes in chunks. connect_s: for the
-    connection alone. key: what is shown as Authorization."""
+    connection alone, its TLS included. key: what is shown as Authorization. tls: None: in plain."""
+    context = None if tls is None else tls()
     async with asyncio.timeout(connect_s):
-        reader, writer = await asyncio.open_connection(*address, limit=_HEAD_BYTES_MAX)
+        reader, writer = await asyncio.open_connection(*address, limit=_HEAD_BYTES_MAX, ssl=context)
     try:
         peer = writer.get_extra_info("peername")
         if peer is None:  # the engine's reset was there before the loop looked
@@ -231,13 +242,25 @@ async def _get(
                 if name.lower() == b"content-length":
                     length = min(int(value), _BODY_BYTES_MAX)
             body = await _read_up_to(reader, length)
-        except asyncio.IncompleteReadError:
-            raise ConnectionError("closed the connection before its answer was complete") from None
+        except asyncio.IncompleteReadError as error:
+            why = "closed the connection before its answer was complete"
+            if context is not None and not error.partial:
+                why += "; where it asks for a certificate, set proxy.engine_tls_cert"
+            raise ConnectionError(why) from None
         except (asyncio.LimitOverrunError, ValueError, IndexError):
             raise ConnectionError("sent a broken answer") from None
         return status, body, peer[:2]
     finally:
         writer.transport.abort()
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        said = error.verify_message.rstrip(".")
+        return f"its certificate is not accepted ({said}); proxy.engine_tls_ca names whom to trust"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS broke: {(error.reason or 'the connection ended').lower().replace('_', ' ')}"
+    return error.strerror or str(error)
 
 
 def _is_ours(error: OSError) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Callable, Sequence
 
@@ -75,6 +76,7 @@ class EngineSource:
 
     urls:   model -> root URLs of the engines that may be asked now.
     key_of: root URL -> the engine's API key; "": none.
+    tls:    the context for engines at https://, as of now.
     """
 
     def __init__(
@@ -82,11 +84,13 @@ class EngineSource:
         urls: Callable[[str], Sequence[str]],
         *,
         key_of: Callable[[str], str] = lambda _root: "",
+        tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._urls = urls
         self._key_of = key_of
+        self._tls = tls
         self._deadline_s = deadline_s
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
@@ -158,7 +162,8 @@ class EngineSource:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := self._key_of(root):
             headers["Authorization"] = f"Bearer {key}"
-        async with session.post(url, data=body, headers=headers) as answer:
+        tls = self._tls() if url.startswith("https:") else True
+        async with session.post(url, data=body, headers=headers, ssl=tls) as answer:
             if answer.status in _ABSENT:
                 self._absent_until[url] = self._clock() + RETRY_S
                 if answer.status == 401 and not self._told:

@@ -89,6 +89,10 @@ def test_the_files_of_the_proxy(pem: Pem) -> None:
     assert found.what.startswith("proxy.tls_cert = ")
     assert "has expired on 2021-01-01" in found.what
     assert findings["TLS authorities of the proxy"].state is WORKS
+    config = made(proxy__engine_tls_ca=pem("master-expired"))
+    found = only(tls_checks.check(at("2026-11-29"), config), "TLS authorities of the proxy towards engines")
+    assert found.state is BROKEN
+    assert found.what.startswith("proxy.engine_tls_ca = ")
 
 
 def test_the_authorities_are_looked_at_one_by_one(pem: Pem, tmp_path: Path) -> None:

@@ -139,19 +139,23 @@ class MockEngine:
         self.health_checks = 0
         self.connections = 0
         self.port = 0
+        self.tls: ssl.SSLContext | None = None  # it is at https://, from its start on
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def spec(self) -> EngineSpec:
-        return EngineSpec(self.name, f"http://127.0.0.1:{self.port}")
+        scheme = "http" if self.tls is None else "https"
+        return EngineSpec(self.name, f"{scheme}://127.0.0.1:{self.port}")
 
     async def say_name(self, exchange: Exchange) -> None:
         await exchange.answer(b'{"engine":"%b"}' % self.name.encode())
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=1 << 20)
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", self.port, limit=1 << 20, ssl=self.tls
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -430,12 +434,14 @@ async def bed(
     roles: Sequence[str] = (),
     decide: Callable[[ProxyRequest], Decision] | None = None,
     tls: ssl.SSLContext | None = None,
+    engine_tls: ssl.SSLContext | None = None,
     **more: Any,
 ) -> AsyncIterator[Bed]:
-    """Start mock engines and a proxy in front of them; take both down and check their integrity. tls: of
-    clients."""
+    """Start mock engines and a proxy in front of them; take both down and check their integrity. tls,
+    engine_tls: of clients, and of engines; None: in plain."""
     mocks = [MockEngine(f"engine-{place}") for place in range(engines)]
     for mock in mocks:
+        mock.tls = engine_tls
         await mock.start()
     prepare(mocks)
     settings = ProxySettings(

@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
+from moonpool.core.config.config import load
 from moonpool.core.config.proxy_section import Deadlines, Limits
 from moonpool.core.errors import ConfigError
+from moonpool.core.service.http_tls import own_proxy_context, own_proxy_url
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
+from moonpool.disagg_proxy.tools.savings import read_savings
+from moonpool.launch.snapshot import take
 from tests.disagg_proxy.harness import (
     Bed,
     Client,
@@ -421,7 +425,33 @@ async def test_whom_clients_must_be_signed_by_can_change(files: Files, tmp_path:
         await fails(b, files.client(shows=one))
 
 
-# Settings.
+# What is asked of a proxy, and settings.
+
+
+@with_deadline
+async def test_our_commands_ask_a_proxy_of_this_host(files: Files) -> None:
+    """They trust the certificate that it shows, whatever its name and whoever signed it."""
+    for name in ("master-elsewhere", "test-cert"):
+        files.show(name)
+        async with bed(**given(files)) as b:
+            ours = {"proxy.listen": f"127.0.0.1:{b.port}", "proxy.tls_cert": files.cert}
+            config = load(env={}, arguments={"node.http": "off", **ours})
+            seen = await asyncio.to_thread(take, config, timeout_s=10.0)
+            assert (seen.proxy_url, seen.proxy_answers) == (f"https://127.0.0.1:{b.port}", True)
+            url, tls = own_proxy_url(config), own_proxy_context(config)
+            assert (await asyncio.to_thread(read_savings, [url], tls)).saved_tokens == 0
+            files.show("master")
+            seen = await asyncio.to_thread(take, config, timeout_s=10.0)
+            assert seen.proxy_answers
+
+
+@with_deadline
+async def test_another_certificate_is_no_proxy_of_ours(files: Files, tmp_path: Path) -> None:
+    async with bed(**given(files)) as b:
+        other = Files(tmp_path / "other", cert="test-cert")
+        ours = {"proxy.listen": f"127.0.0.1:{b.port}", "proxy.tls_cert": other.cert}
+        config = load(env={}, arguments={"node.http": "off", **ours})
+        assert not (await asyncio.to_thread(take, config, timeout_s=10.0)).proxy_answers
 
 
 @with_deadline

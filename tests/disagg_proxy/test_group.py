@@ -26,6 +26,7 @@ from tests.ports import held_run
 
 from .client_rows import ROWS, shown
 from .harness import Client, Exchange, MockEngine, until, with_deadline
+from .tls_files import Files
 
 CHAT = "/v1/chat/completions"
 _several = functools.partial(with_deadline, deadline_s=120.0)  # several interpreters start in each
@@ -84,7 +85,7 @@ async def group(
             assert process.stdout is not None
             line = (await process.stdout.readline()).decode()
             found = re.match(
-                r"moonpool proxy: serving on http://127\.0\.0\.1:(\d+) .*, (\d+) processes$", line
+                r"moonpool proxy: serving on https?://127\.0\.0\.1:(\d+) .*, (\d+) processes$", line
             )
             assert found, line
             assert int(found[2]) == processes
@@ -93,6 +94,43 @@ async def group(
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+@_several
+async def test_all_serve_inside_tls(tmp_path: Path) -> None:
+    files = Files(tmp_path / "proxy")
+    engine = MockEngine("a")
+    engine.tls = files.server()
+    await engine.start()
+    options = ("--tls-cert", files.cert, "--tls-key", files.key, "--engine-tls-ca", files.ca)
+    async with group(engine, 2, "--listen", "127.0.0.1:0", *options) as several:
+        for port in (several.port, several.own_port, several.own_port + 1):
+            reached = await asyncio.open_connection("127.0.0.1", port, ssl=files.client())
+            client = Client(*reached)
+            assert (await client.ask("POST", CHAT, b'{"model":"m","messages":[]}')).engine == "engine-0"
+            client.leave()
+        several.process.terminate()
+        assert await several.process.wait() == 0
+    await engine.stop()
+
+
+@_several
+async def test_a_certificate_that_cannot_be_used_ends_all(tmp_path: Path) -> None:
+    """In one sentence, with exit code 2."""
+    files = Files(tmp_path / "proxy")
+    files.break_cert()
+    assert moonpool.__file__ is not None
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "moonpool", "proxy", "--processes", "2", "--listen", "127.0.0.1:0"),
+        *("--engine", "http://127.0.0.1:1", "--tls-cert", files.cert, "--tls-key", files.key),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(moonpool.__file__).parent.parent)},
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 2, said
+    assert b"proxy.tls_cert = " in said
+    assert b"Traceback" not in said
 
 
 @_several

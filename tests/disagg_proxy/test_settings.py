@@ -26,7 +26,7 @@ def test_names_are_given_or_made() -> None:
     ("text", "words"),
     [
         ("localhost:8000", "looks like http://host:port"),
-        ("https://a:1", "looks like http://host:port"),
+        ("ftp://a:1", "looks like http://host:port"),
         ("http://a:1/v1", "give the root of the engine, http://a:1"),
         ("http://a:99999", "is no URL"),
         ("http://", "looks like"),
@@ -46,7 +46,7 @@ def test_bad_engines(text: str, words: str) -> None:
         (lambda: ProxySettings(engines=ONE + ONE), "two engines are called 'a'"),
         (
             lambda: ProxySettings(engines=(*ONE, EngineSpec("b", "http://127.0.0.1:8000/", "decode"))),
-            "http://127.0.0.1:8000 is given more than once",
+            "proxy: 127.0.0.1:8000 is given more than once",
         ),
         (lambda: ProxySettings(engines=ONE, port=70000), "a port is"),
         (lambda: ProxySettings(engines=ONE, policy="x"), "no policy 'x'"),

@@ -227,6 +227,14 @@ TlsFiles files_of(const std::tuple<std::string, std::string, std::string>& given
 constexpr TlsUse kClientTls{
     "proxy.tls_cert", "proxy.tls_key", "proxy.tls_client_ca", "its owner needs a new one", "", "", true};
 
+constexpr TlsUse kEngineTls{"proxy.engine_tls_cert",
+                            "proxy.engine_tls_key",
+                            "proxy.engine_tls_ca",
+                            "the engine needs a new one",
+                            ", and name the engine by that",
+                            "set proxy.engine_tls_cert and engine_tls_key to one that the engine trusts",
+                            true};
+
 // SHA-256 of each key, and its salt.
 using PyApiKeys = std::vector<std::pair<py::bytes, std::string>>;
 
@@ -250,13 +258,14 @@ class PyRelay final : public relay::Decider {
             double retry_after_s, bool spans, py::function decide, py::function page, py::function refused,
             size_t texts_max, size_t engines_max, py::object gone, bool registry,
             std::vector<std::string> relay_paths, bool uses_tokens,
-            std::optional<std::shared_ptr<relay::Turns>> turns, const PyTlsFiles& tls)
+            std::optional<std::shared_ptr<relay::Turns>> turns, const PyTlsFiles& tls, PyTlsFiles engine_tls)
         : turns_(turns.value_or(nullptr)),
           decide_(std::move(decide)),
           page_(std::move(page)),
           refused_(std::move(refused)),
           gone_(std::move(gone)),
           uses_tokens_(uses_tokens),
+          engine_files_(std::move(engine_tls)),
           tokenize_queue_(texts_max) {
         relay::Settings settings;
         for (const auto& [name, host, role] : engines) {
@@ -290,11 +299,17 @@ class PyRelay final : public relay::Decider {
         relay_->listen(::dup(fd));
     }
     void add_engine(size_t place, std::string name, std::string host, const std::string& role,
-                    const std::string& key) {
+                    const std::string& key, bool tls) {
+        // The first one reads the files: without such an engine OpenSSL need not be there.
+        if (tls && engine_tls_ == nullptr) {
+            TlsFiles files = files_of(
+                engine_files_.value_or(std::tuple<std::string, std::string, std::string>()), kEngineTls);
+            engine_tls_ = unwrap(TlsClient::create(files, ""), "tls");
+        }
         std::string authorization = key.empty() ? "" : "Bearer " + key;
         if (!http::is_field_value(authorization)) bad("an engine's key cannot stand in a head");
-        relay_->add_engine(checked(place),
-                           {std::move(name), std::move(host), role_of(role), std::move(authorization)});
+        relay_->add_engine(checked(place), {std::move(name), std::move(host), role_of(role),
+                                            std::move(authorization), tls ? engine_tls_ : nullptr});
     }
     void remove_engine(size_t place, double drain_s) { relay_->remove_engine(checked(place), drain_s); }
     void engine_state(size_t place, bool healthy, const std::string&) {
@@ -348,6 +363,7 @@ class PyRelay final : public relay::Decider {
     std::vector<std::string> take_tls_trouble() {
         std::vector<std::string> found;
         if (tls_ != nullptr) found.push_back(tls_->take_trouble());
+        if (engine_tls_ != nullptr) found.push_back(engine_tls_->take_trouble());
         std::erase(found, "");
         return found;
     }
@@ -535,12 +551,14 @@ class PyRelay final : public relay::Decider {
         error.discard_as_unraisable("moonpool proxy: policy");
     }
 
-    std::shared_ptr<const TlsServer> tls_;       // nullptr: clients come in plain
-    const std::shared_ptr<relay::Turns> turns_;  // nullptr: the policy is asked about each request
+    std::shared_ptr<const TlsServer> tls_;         // nullptr: clients come in plain
+    std::shared_ptr<const TlsClient> engine_tls_;  // nullptr: no engine has it so far
+    const std::shared_ptr<relay::Turns> turns_;    // nullptr: the policy is asked about each request
     py::function decide_, page_, refused_;
     py::object gone_;
     size_t engines_ = 0;
     const bool uses_tokens_;
+    const PyTlsFiles engine_files_;
     relay::TokenizeQueue tokenize_queue_;
     std::unique_ptr<relay::Relay> relay_;
     PyGILState_STATE gil_{};
@@ -600,27 +618,31 @@ void bind_relay(py::module_& m) {
         .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&, const py::dict&,
                       const PyApiKeys&, std::string, std::string, double, bool, py::function, py::function,
                       py::function, size_t, size_t, py::object, bool, std::vector<std::string>, bool,
-                      std::optional<std::shared_ptr<relay::Turns>>, const PyTlsFiles&>(),
+                      std::optional<std::shared_ptr<relay::Turns>>, const PyTlsFiles&, PyTlsFiles>(),
              py::kw_only(), py::arg("engines"), py::arg("settings"), py::arg("api_keys"),
              py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"), py::arg("spans"),
              py::arg("decide"), py::arg("page"), py::arg("refused"), py::arg("texts_max") = 0,
              py::arg("engines_max") = 0, py::arg("gone") = py::none(), py::arg("registry") = false,
              py::arg("relay_paths") = std::vector<std::string>(), py::arg("uses_tokens") = false,
-             py::arg("turns") = py::none(), py::arg("tls") = py::none(),
+             py::arg("turns") = py::none(), py::arg("tls") = py::none(), py::arg("engine_tls") = py::none(),
              "decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: "
              "it looks at prompts and learns from what was recorded: records is what take_observations would "
              "return, ids the prompt's when it is one list of them, else None. Otherwise b\"\" and None. "
              "turns: of a policy that goes by them alone (policy.turns_of): where all candidates serve "
              "requests whole, the relay chooses by them, and decide is not called. api_keys: as in "
              "set_api_keys. tls: clients come inside it: paths of a certificate, of its key, and of the "
-             "authorities that vouch for clients, or \"\".")
+             "authorities that vouch for clients, or \"\". engine_tls: the same for engines, which are shown "
+             "the "
+             "certificate, or none, and trusted by the authorities, or the system's.")
         .def_static("setting_names", &relay_setting_names, "Of all in ``settings``.")
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
         .def(
             "add_engine", &PyRelay::add_engine, py::arg("place"), py::arg("name"), py::arg("host"),
-            py::arg("role") = "both", py::arg("key") = "",
+            py::arg("role") = "both", py::arg("key") = "", py::arg("tls") = false,
             "At a free place, below engines_max. key: what the engine is shown as Authorization: Bearer KEY, "
-            "in place of the client's.")
+            "in place of the client's. tls: it is spoken to inside TLS, and host is the name that its "
+            "certificate "
+            "must have. Raises an error for files that cannot be used.")
         .def("remove_engine", &PyRelay::remove_engine, py::arg("place"), py::arg("drain_s"),
              "No request goes there any more; those that are there have so long to end. Then gone(place) is "
              "called, on the relay's thread: the place is free.")

@@ -93,7 +93,7 @@ void Client::on_events(uint32_t events) {
     if (open() && (events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) read_some(events);
 }
 
-// The handshake of TLS. A step of it is a thousand times as dear as a read: so many strangers get one in each
+// The handshake of TLS. A step of it is some hundred times as dear as a read: so many strangers get one in each
 // turn, the others in the next, and answers go on between them.
 void Client::shake_hands() {
     if (context_.handshakes == 0) return;

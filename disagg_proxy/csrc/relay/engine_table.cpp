@@ -85,9 +85,9 @@ bool EngineTable::candidates(Request& request, const std::vector<uint16_t>& trie
     return known || !any;
 }
 
-void EngineTable::refused(Engine& engine) {
+void EngineTable::refused(Engine& engine, const std::string& why) {
     engine.healthy = false;
-    decider_.engine_refused(engine.place, "refuses connections");
+    decider_.engine_refused(engine.place, why);
 }
 
 void EngineTable::sweep(const std::function<bool(const Engine&)>& in_use) {

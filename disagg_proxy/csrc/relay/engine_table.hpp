@@ -45,8 +45,8 @@ class EngineTable {
     // same role is there. False: no engine, healthy or not, serves its model.
     bool candidates(Request& request, const std::vector<uint16_t>& tried, std::vector<uint16_t>& out) const;
 
-    // It refuses connections: it gets no request until its next good health check.
-    void refused(Engine& engine);
+    // It refuses connections, or their TLS: it gets no request until its next good health check.
+    void refused(Engine& engine, const std::string& why);
     // in_use: whether a request is at the engine or may still go there.
     void sweep(const std::function<bool(const Engine&)>& in_use);
     void close_all();  // their connections

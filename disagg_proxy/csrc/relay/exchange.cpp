@@ -475,7 +475,8 @@ void Exchange::note_broken(const Leg& leg, Reason reason) {
     if (broken_ >= kBrokenMax) why_ += ", as another engine did that had this request";
 }
 
-void Exchange::leg_refused(Leg& leg) { engines_.refused(*leg.engine); }
+// The next health check is not waited for.
+void Exchange::leg_refused(Leg& leg, const std::string& why) { engines_.refused(*leg.engine, why); }
 
 // No socket or no port is left on this host. Another engine would not help, and none is blamed.
 void Exchange::leg_lacks(const char* why) {

@@ -102,7 +102,7 @@ class Exchange {
     void leg_sent(Leg& leg);
     void leg_received(Leg& leg, const http::ResponseHead* head, std::string_view body, bool complete);
     void leg_failed(Leg& leg, Reason reason, std::string why);
-    void leg_refused(Leg& leg);       // the engine refuses connections
+    void leg_refused(Leg& leg, const std::string& why);  // the engine refuses connections
     void leg_lacks(const char* why);  // what this process needs to connect; no engine is to blame
 
     // Of the last answer, for the access log.

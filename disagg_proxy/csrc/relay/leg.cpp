@@ -71,8 +71,15 @@ void Leg::send() {
 void Leg::cannot_connect(int error) {
     upstream_ = nullptr;
     if (is_own_lack(error)) return exchange_.leg_lacks(std::strerror(error));
-    if (error == ECONNREFUSED) exchange_.leg_refused(*this);  // do not wait for the next health check
+    if (error == ECONNREFUSED) exchange_.leg_refused(*this, "refuses connections");
     failed(Reason::kConnect, std::string("cannot be reached: ") + std::strerror(error));
+}
+
+void Leg::cannot_speak(std::string why) {
+    upstream_ = nullptr;
+    exposed_ = false;
+    exchange_.leg_refused(*this, why);
+    failed(Reason::kConnect, "cannot be reached: " + why);
 }
 
 void Leg::received(const http::ResponseHead* answer, std::string_view bytes, bool complete) {

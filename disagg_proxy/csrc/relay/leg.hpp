@@ -76,6 +76,7 @@ class Leg {
     // What the connection calls.
     void connected();
     void cannot_connect(int error);
+    void cannot_speak(std::string why);  // TLS has failed, and the engine has read nothing of the request
     void received(const http::ResponseHead* head, std::string_view body, bool complete);
     void went_stale();
     void failed(Reason reason, std::string why);

@@ -20,6 +20,7 @@ struct EngineSettings {
     std::string host;  // what goes into the Host field
     Role role = Role::kBoth;
     std::string authorization = {};  // what it is shown in the field of this name, in place of the client's
+    std::shared_ptr<const TlsClient> tls = nullptr;  // it is spoken to inside TLS; null: in plain
 };
 
 // A key that clients may show.

@@ -6,6 +6,9 @@
 // connection that ends before a byte of an answer has come is stale, not failed (ended): the leg sends the
 // request again over a fresh one, and the engine is not blamed.
 //
+// An engine that does not accept our certificate says so after our side of the handshake is over (TLS 1.3),
+// in place of an answer: that counts as a handshake that failed, since it has read nothing of the request.
+//
 // Bytes behind a whole answer are an error, since one request at a time is under way: they would be taken
 // for the next answer.
 #include "relay/upstream.hpp"
@@ -44,6 +47,7 @@ int Upstream::connect(Leg& leg) {
 }
 
 void Upstream::on_events(uint32_t events) {
+    if (transport_.shaking()) return shake_hands();
     if (connecting_) return finish_connecting();
     if ((events & EPOLLOUT) != 0) write_more();
     if (open() && (events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) read_some();
@@ -62,9 +66,32 @@ void Upstream::finish_connecting() {
         leg->cannot_connect(error);
         return;
     }
+    if (engine_.settings.tls != nullptr) {
+        auto stream = engine_.settings.tls->open(engine_.settings.host);
+        if (!stream) return refused_tls(stream.error().text);
+        transport_.begin_tls(std::move(*stream));
+        return shake_hands();
+    }
     connecting_ = false;
     watch();
     leg->connected();
+}
+
+void Upstream::shake_hands() {
+    TlsStream::Step step = transport_.shake(fd.get());
+    if (step == TlsStream::Step::kFailed) {
+        return refused_tls(transport_.tls()->error(engine_.settings.host).text);
+    }
+    connecting_ = step != TlsStream::Step::kDone;
+    watch();
+    if (!connecting_) leg_->connected();
+}
+
+void Upstream::refused_tls(std::string why) {
+    Leg* leg = leg_;
+    leg_ = nullptr;
+    close();
+    leg->cannot_speak(std::move(why));
 }
 
 void Upstream::send(Leg& leg) {
@@ -81,7 +108,8 @@ void Upstream::send(Leg& leg) {
 }
 
 void Upstream::write_more() {
-    if (leg_ == nullptr) return;
+    if (!transport_.flush(fd.get())) return ended();
+    if (leg_ == nullptr) return watch();
     size_t room = kTurnBytes;  // an engine that reads fast would else have all of a large body in one turn
     while (unsent_ > 0 && room > 0) {
         // The pieces of the message less what is sent: head first, then the body.
@@ -99,7 +127,7 @@ void Upstream::write_more() {
         };
         add(leg_->head);
         for (std::string_view piece : leg_->body) add(piece);
-        ptrdiff_t n = write_some(fd.get(), pieces.data(), count);
+        ptrdiff_t n = transport_.write_some(fd.get(), pieces.data(), count);
         if (n == kBroken) return ended();
         if (n == 0) break;
         unsent_ -= static_cast<size_t>(n);
@@ -109,13 +137,16 @@ void Upstream::write_more() {
 }
 
 void Upstream::read_some() {
-    ssize_t n = ::recv(fd.get(), context_.scratch.data(), context_.scratch.size(), 0);
+    ssize_t n = transport_.receive(fd.get(), context_.scratch);
     if (n > 0 && (leg_ != nullptr || drained_until > 0))
         return feed({context_.scratch.data(), static_cast<size_t>(n)});
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (leg_ == nullptr) return close();  // the engine ended an idle connection, or speaks unasked
     // The orderly end of an answer without a length.
-    if (n == 0 && headed_ && body_.finish()) return deliver(false, {}, true);
+    if (n == 0 && headed_ && transport_.ended_well() && body_.finish()) return deliver(false, {}, true);
+    if (n < 0 && errno == EPROTO && received_ == 0 && !reused_) {
+        return refused_tls(transport_.tls()->error(engine_.settings.host).text);
+    }
     ended();
 }
 
@@ -177,7 +208,7 @@ void Upstream::give_back() {
     leg_ = nullptr;
     paused_ = false;
     drained_until = 0;
-    if (!parser_.head().keep_alive || unsent_ > 0 || engine_.leaving() ||
+    if (!parser_.head().keep_alive || unsent_ > 0 || transport_.unsent() > 0 || engine_.leaving() ||
         engine_.idle.size() >= context_.settings.limits.idle_upstreams_max) {
         return close();
     }
@@ -205,7 +236,7 @@ void Upstream::let_go(Leg& leg) {
 void Upstream::drain(Leg& leg) {
     if (leg_ != &leg) return;
     // The engine does not have the whole request, so it has nothing to finish.
-    if (connecting_ || unsent_ > 0) return let_go(leg);
+    if (connecting_ || unsent_ > 0 || transport_.unsent() > 0) return let_go(leg);
     leg_ = nullptr;
     drained_until = context_.now + context_.settings.deadlines.linger_s;
 }
@@ -213,7 +244,10 @@ void Upstream::drain(Leg& leg) {
 void Upstream::close() {
     if (closed_) return;
     closed_ = true;
-    if (open()) context_.poller.close(*this);  // not when there was no socket to be had
+    if (open()) {  // not when there was no socket to be had
+        transport_.say_end(fd.get());
+        context_.poller.close(*this);
+    }
     auto at = std::find(engine_.idle.begin(), engine_.idle.end(), this);
     if (at != engine_.idle.end()) engine_.idle.erase(at);
     // Deleted after the turn: this may be a call from inside of this object.
@@ -241,7 +275,8 @@ void Upstream::resume() {
 void Upstream::watch() {
     // Paused: nothing but errors is reported, and those end it.
     uint32_t reads = paused_ ? 0u : static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP;
-    context_.poller.watch(*this, reads | (unsent_ > 0 ? static_cast<uint32_t>(EPOLLOUT) : 0u));
+    bool writes = unsent_ > 0 || transport_.unsent() > 0;
+    context_.poller.watch(*this, reads | (writes ? static_cast<uint32_t>(EPOLLOUT) : 0u));
 }
 
 }  // namespace moonpool::relay

@@ -12,6 +12,7 @@
 #include "http/body_reader.hpp"
 #include "http/response_parser.hpp"
 #include "relay/poller.hpp"
+#include "relay/transport.hpp"
 
 namespace moonpool::relay {
 
@@ -46,6 +47,8 @@ class Upstream final : public Socket {
 
    private:
     void finish_connecting();
+    void shake_hands();
+    void refused_tls(std::string why);
     void write_more();
     void read_some();
     void ended();
@@ -59,7 +62,9 @@ class Upstream final : public Socket {
     Engine& engine_;
     bool closed_ = false;
     Leg* leg_ = nullptr;
-    bool connecting_ = false, paused_ = false, reused_ = false;
+    Transport transport_;
+    bool connecting_ = false;  // until the handshake of TLS is over, where the engine has it
+    bool paused_ = false, reused_ = false;
     size_t unsent_ = 0;  // of the leg's message
     size_t received_ = 0;
     bool headed_ = false, event_stream_ = false;

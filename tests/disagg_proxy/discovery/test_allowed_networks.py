@@ -193,6 +193,8 @@ async def test_of_several_addresses_an_allowed_one_is_taken_and_kept() -> None:
     assert await made.resolve(told(url="http://h"), first) == told(url="http://10.0.0.5:80")
     meant[:] = ["10.0.0.1"]
     assert await made.resolve(told(url="http://h"), first) == told(url="http://10.0.0.1:80")
+    secure = told(url="https://h")
+    assert await made.resolve(secure, None) == told(url="https://10.0.0.1:443")
     AllowedNetworks(["10.0.0.0/8"]).require_allowed(first.hosts())
     with pytest.raises(ConfigError, match="is a name"):
         AllowedNetworks(["10.0.0.0/8"]).require_allowed(told(url="http://h").hosts())

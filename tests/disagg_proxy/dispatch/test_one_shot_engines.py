@@ -107,7 +107,7 @@ async def test_sglangs_health_check_may_take_its_time(monkeypatch: pytest.Monkey
     async with bed(2, roles=["prefill", "decode"], handover="one_shot", health=checks) as b:
         engine = b.proxy.engines[0]
 
-        async def slow(address: Any, path: str, connect_s: float = 0.0, *, key: str = "") -> Any:
+        async def slow(address: Any, path: str, connect_s: float = 0.0, **_: Any) -> Any:
             await asyncio.sleep(0.2 if path == "/health" else 0)  # more than timeout_s
             return 200, b"", engine.address
 
@@ -311,7 +311,7 @@ async def test_an_engine_is_not_used_before_it_has_said_what_it_is(monkeypatch: 
     monkeypatch.setattr(health, "HEALTH_S", 0.1)
     asked: list[str] = []
 
-    async def late(address: Any, path: str, connect_s: float = 0.0, *, key: str = "") -> Any:
+    async def late(address: Any, path: str, connect_s: float = 0.0, **_: Any) -> Any:
         asked.append(path)
         if path == "/server_info":
             await asyncio.sleep(1e6)
@@ -338,7 +338,7 @@ async def test_sglangs_engine_keeps_its_patience_when_it_left(monkeypatch: pytes
         assert not engine.liveness.healthy
         real = health._get
 
-        async def slow(address: Any, path: str, connect_s: float | None = None, *, key: str = "") -> Any:
+        async def slow(address: Any, path: str, connect_s: float | None = None, **_: Any) -> Any:
             await asyncio.sleep(1.0 if path == "/health" else 0)  # more than timeout_s
             return await real(address, path, connect_s)
 
@@ -346,7 +346,7 @@ async def test_sglangs_engine_keeps_its_patience_when_it_left(monkeypatch: pytes
         await health.HealthChecker(engine, checks).check()
         assert engine.liveness.healthy
 
-        async def busy(address: Any, path: str, connect_s: float | None = None, *, key: str = "") -> Any:
+        async def busy(address: Any, path: str, connect_s: float | None = None, **_: Any) -> Any:
             await asyncio.sleep(1.0)
             return 503, b"", address
 
