@@ -277,8 +277,9 @@ def watch_weights(core: type | None = None) -> bool:
 
 
 def _leave(engine: Any, change: Change) -> None:
-    connector = getattr(getattr(engine, "scheduler", None), "connector", None)
-    watchers = [one for one in _ours(connector) if hasattr(one, "weights_changing")]
+    scheduler = getattr(engine, "scheduler", None)
+    several = [*_ours(getattr(scheduler, "connector", None)), getattr(scheduler, "ec_connector", None)]
+    watchers = [one for one in several if hasattr(one, "weights_changing")]
     for watcher in watchers:
         watcher.weights_changing(change)
     if watchers and _tell_workers(engine, tell_of_change, change):
@@ -316,7 +317,17 @@ def _worker_watchers() -> list[WeightsWatcher]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
-    return [one for one in _ours(group) if hasattr(one, "weights_changing")]
+    several = [*_ours(group), _encoder_connector()]
+    return [one for one in several if hasattr(one, "weights_changing")]
+
+
+def _encoder_connector() -> Any:
+    """The connector of encoder outputs in this worker; None: there is none."""
+    try:
+        from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
+    except ImportError:
+        return None
+    return get_ec_transfer() if has_ec_transfer() else None
 
 
 _model_watchers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -1,40 +1,36 @@
 """The class vLLM talks to. It delegates to one of two halves and survives what goes wrong below: an exception
-in a hook kills the engine, while a connector that steps aside costs a cache miss. This boundary is the only
-place with a broad ``except``, and it counts each one (moonpool_connector_survived_errors_total)."""
+in a hook kills the engine, while a connector that steps aside costs a cache miss (guard.py)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from moonpool import _native
 from moonpool.connectors import weights
-from moonpool.connectors.files import File
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.engine_config import EngineConfig, read_engine_config
+from moonpool.connectors.vllm.guard import Guard
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Step
 from moonpool.connectors.vllm.metrics import ConnectorProm, Stats
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pool import Pool, Rows
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
+from moonpool.connectors.vllm.served_files import ServedFiles
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.weight_changes import Change
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.core.errors import Error
 from moonpool.core.store import keys
 
-TRACEBACKS_MAX = 5
 RETRY_S = 0.5
-
-T = TypeVar("T")
 
 
 class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
@@ -48,11 +44,10 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._settings = self.read_options(extra)
         self._log = compat.logger(role.name.lower())
-        self._survived = 0
-        self._files: tuple[File, ...] = ()  # that the engine is loading
-        self._replaced = False  # whether the weights are not those of the engine's start
+        self._served_files = ServedFiles(vllm_config.model_config)
         self._sched: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._guard = Guard(self._log, lambda: getattr(self._sched or self._worker, "tally", None))
         engine_config = read_engine_config(vllm_config, kv_cache_config)
         if not (engine_config.refusal or compat.watch_weights()):
             unseen = "this vLLM replaces weights where moonpool does not see it"
@@ -107,13 +102,14 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                         kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
                         form=identity.form(vllm_config, layout, engine_config.reaches),
                     )
-                    if self._replaced:  # a load into a live engine need not do what its start does
+                    # A load into a live engine need not do what its start does.
+                    if self._served_files.replaced:
                         fields["revision"] = f"{fields['revision']} loaded while serving"
                     mark = keys.fingerprint(fields)
                 except (Refused, Error):
                     raise
                 except Exception as error:  # a configuration that this connector does not understand
-                    self._survive(None)
+                    self._guard.survive(None)
                     raise Refused(
                         "what its KV depends on cannot be read from its configuration "
                         f"({type(error).__name__})"
@@ -121,7 +117,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                 self._log.debug("moonpool: the fingerprint is of %s", fields)
                 return mark
 
-            if self._replaced or not self._settings.require_pool:
+            if self._served_files.replaced or not self._settings.require_pool:
                 return ask()
             return weights.wait_for(ask, functools.partial(self._log.info, "moonpool: %s"))
 
@@ -194,32 +190,6 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         )
         node.open(required=required, quiet=quiet)
         return node
-
-    def _guard(
-        self, default: T, call: Callable[..., T], *args: Any, otherwise: Callable[[], object] | None = None
-    ) -> T:
-        """What ``call(*args)`` returns, or ``default`` when it raises: no exception may end the engine.
-
-        otherwise: called after an exception, to keep the engine consistent.
-        """
-        try:
-            return call(*args)
-        except Exception:
-            return self._survive(default, otherwise)
-
-    def _survive(self, default: T, otherwise: Callable[[], object] | None = None) -> T:
-        """Called in an ``except Exception``: logs and counts it, then calls ``otherwise``."""
-        self._survived += 1
-        half = self._sched or self._worker
-        if half is not None:
-            half.tally.add("survived_errors")
-        if self._survived <= TRACEBACKS_MAX:
-            self._log.exception(
-                "moonpool: unexpected error; the engine goes on without this part of the pool"
-            )
-        if otherwise is not None:
-            self._guard(None, otherwise)
-        return default
 
     # Both halves
 
@@ -410,7 +380,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._guard(None, self._sched.weights_changing, change)
         elif self._worker is not None:
             self._guard(None, self._worker.leave, change)
-            self._files = self._guard((), self._look, change) if change.from_files else ()
+            self._guard(None, self._served_files.changing, change)
 
     def workers_left(self) -> None:
         """All workers have left the pool."""
@@ -421,18 +391,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         """This worker has loaded the weights of this path."""
         if self._worker is None:
             return
-        known = bool(self._files) and str(self._vllm_config.model_config.model) == path
-        if known:
-            self._replaced = True
-            weights.loaded(Path(path), self._files)
+        known = self._guard(False, self._served_files.loaded, path)
         self._guard(None, functools.partial(self._worker.come_back, known=known))
-
-    def _look(self, change: Change) -> tuple[File, ...]:
-        """The files that are about to be loaded; () for what is no local path."""
-        try:
-            return weights.settled_files(Path(change.path or self._vllm_config.model_config.model))
-        except Error:
-            return ()
 
     def model_loading(self) -> None:
         """This worker's model is about to be given weights."""
@@ -532,7 +492,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             if self._sched is not None:
                 self._sched.forget_everything_stored()
         except Exception:
-            return self._survive(False)
+            return self._guard.survive(False)
         return True
 
     def _before_reset(self) -> None:

@@ -138,7 +138,7 @@ LEFT_OUT_SECTIONS: Mapping[str, str] = {
     "profiler_config": "is about logs and metrics",
     "kv_transfer_config": "is our own",
     "kv_events_config": "is about logs and metrics",
-    "ec_transfer_config": "the items of such an engine have no name",
+    "ec_transfer_config": "is our own, or the items of such an engine have no name",
     "ec_manager_config": MEMORY,
     "reasoning_config": SAMPLING,
     "instance_id": "is a name",

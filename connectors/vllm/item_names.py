@@ -39,6 +39,9 @@ from moonpool.core.store.keys import Item
 
 ITEM_PREFIX = b"moonpool-item-v1"
 IDENTIFIERS_MAX = 1 << 16  # that are remembered with their contents; 13 MB
+SIZES_ALONE = (
+    "its content is not in the request, which has its sizes alone, for the outputs of an encoder elsewhere"
+)
 AT_ONCE_BYTES_MAX = 1 << 20  # of the items of one request that are hashed without the thread, in 1 to 3 ms
 # Types of pixels, sounds and embeddings. Sizes and grids, which do not identify an item, are wide integers.
 _CONTENT_TYPES = ("float", "bfloat", "uint8", "int8")
@@ -147,6 +150,16 @@ class ItemNames:
             )
         return Media(tuple(sorted(items)), until, refusal)
 
+    def names(self, request: Request) -> list[bytes | str]:
+        """Records the items of the request. The name of each, 32 bytes, or why it has none."""
+        found: list[bytes | str] = []
+        for feature, content in zip(request.mm_features or (), self.record(request), strict=True):
+            try:
+                found.append(self._name(feature, content))
+            except NoName as why:
+                found.append(str(why))
+        return found
+
     def _name(self, feature: MediaFeature, content: bytes | str) -> bytes:
         """The digest of one item. Raises NoName."""
         if isinstance(content, str):
@@ -165,15 +178,11 @@ class ItemNames:
 
     def _content(self, feature: MediaFeature) -> bytes | str:
         """The digest of what the encoder is given, or why it has none."""
-        data, place = feature.data, feature.mm_position
+        data = feature.data
         if data is None:
             return f"vLLM does not give its scheduler the content of the {feature.modality}"
-        embeddings = place.length if place.is_embed is None else int(place.is_embed.sum())
-        if _numbers([element.data for element in data.values()]) < embeddings:
-            return (
-                "its content is not in the request, which has its sizes alone, for the outputs of an encoder "
-                "elsewhere"
-            )
+        if not has_content(feature):
+            return SIZES_ALONE
         if id(data) in self._hashing:
             return "its content was not hashed in time"
         return self._known(data) or self._hash(data)
@@ -200,6 +209,16 @@ class ItemNames:
             return content
         finally:
             self._hashing.discard(key)
+
+
+def has_content(feature: MediaFeature) -> bool:
+    """Whether an encoder can compute the item: False when its data are sizes alone. True without data, which
+    a worker may have."""
+    data, place = feature.data, feature.mm_position
+    if data is None:
+        return True
+    embeddings = place.length if place.is_embed is None else int(place.is_embed.sum())
+    return _numbers([element.data for element in data.values()]) >= embeddings
 
 
 def content_digest(fields: Mapping[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.connectors.identity import plain
+from moonpool.connectors.vllm.encoder.names import is_ours
 from moonpool.connectors.vllm.identity_arguments import fields_of
 from moonpool.core.store.keys import Json, digest_of
 
@@ -72,27 +73,32 @@ def media_form(model: Any) -> str:
 
 def media_refusal(vllm_config: Any) -> str:
     """Why the items of this engine's requests cannot be named, or "". Their text up to the first item can."""
-    model = vllm_config.model_config
-    config = model.multimodal_config
+    transfer = getattr(vllm_config, "ec_transfer_config", None)
+    if transfer is not None and not is_ours(transfer):
+        return (
+            "with this ec_transfer_config another engine encodes the items, under names that need not be "
+            "digests of their content; moonpool's own connector goes by the content (ec_connector Mooncake)"
+        )
+    if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+        return (
+            "the tokens of an item of this model look at later ones of it, so that their KV depends on the "
+            "steps in which vLLM computes the item"
+        )
+    return encoder_refusal(vllm_config)
+
+
+def encoder_refusal(vllm_config: Any) -> str:
+    """Why the name of an item would not tell what the encoder makes of it, or ""."""
+    config = vllm_config.model_config.multimodal_config
     if getattr(config, "mm_processor_cache_type", "lru") == "shm":
         return (
             "with mm_processor_cache_type shm the scheduler does not see the content of items; lru, vLLM's "
             "default, shows it"
         )
-    if getattr(vllm_config, "ec_transfer_config", None) is not None:
-        return (
-            "with ec_transfer_config another engine encodes the items, under names that need not be digests "
-            "of their content"
-        )
     if getattr(getattr(vllm_config, "lora_config", None), "enable_tower_connector_lora", False):
         return (
             "with enable_tower_connector_lora an adapter changes what the encoder makes of an item, and vLLM "
             "keeps that under the adapter's name, which may come to stand for other bytes"
-        )
-    if getattr(model, "is_mm_prefix_lm", False):
-        return (
-            "the tokens of an item of this model look at later ones of it, so that their KV depends on the "
-            "steps in which vLLM computes the item"
         )
     if getattr(config, "video_pruning_rate", None):
         return "which tokens of a video stay (video_pruning_rate) is decided after its tensors are named"

@@ -7,7 +7,7 @@ front-end, sums the ranks' and the scheduler's, and lets ``ConnectorProm`` obser
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.load_decision import REASONS
@@ -88,6 +88,12 @@ class Tally:
         """Adds one value to one of HISTOGRAMS."""
         cast("list[float]", self._data.setdefault(histogram, [])).append(seconds)
 
+    def merge(self, data: Data) -> None:
+        """Adds what another tally has counted."""
+        counts = cast("dict[str, Any]", self._data)
+        for name, value in data.items():
+            counts[name] = counts[name] + value if name in counts else value
+
     def take(self) -> Stats | None:
         """The counts since the last call, or None without any."""
         if not self._data:
@@ -129,27 +135,35 @@ class Stats(compat.ConnectorStats):
 class ConnectorProm(compat.PromMetrics):
     """moonpool_connector_* in the engine's /metrics, with vLLM's labels (model_name, engine)."""
 
+    prefix: ClassVar[str] = PREFIX
+    counters: ClassVar[Mapping[str, str]] = COUNTERS
+    labelled: ClassVar[Mapping[str, tuple[str, tuple[str, ...], str]]] = LABELLED
+    histograms: ClassVar[Mapping[str, str]] = HISTOGRAMS
+
     def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None:
         super().__init__(config, types, labelnames, values)
         self._counters = {
             name: self._per_engine(
-                self._counter_cls(name=PREFIX + name, documentation=text, labelnames=labelnames)
+                self._counter_cls(name=self.prefix + name, documentation=text, labelnames=labelnames)
             )
-            for name, text in COUNTERS.items()
+            for name, text in self.counters.items()
         }
-        for name, (label, values_of, text) in LABELLED.items():
+        for name, (label, values_of, text) in self.labelled.items():
             counter = self._counter_cls(
-                name=PREFIX + name, documentation=text, labelnames=[*labelnames, label]
+                name=self.prefix + name, documentation=text, labelnames=[*labelnames, label]
             )
             for value in values_of:
                 self._counters[f"{name}_{value}"] = self._per_engine(counter, value)
         self._histograms = {
             name: self._per_engine(
                 self._histogram_cls(
-                    name=PREFIX + name, documentation=text, buckets=SECONDS_BUCKETS, labelnames=labelnames
+                    name=self.prefix + name,
+                    documentation=text,
+                    buckets=SECONDS_BUCKETS,
+                    labelnames=labelnames,
                 )
             )
-            for name, text in HISTOGRAMS.items()
+            for name, text in self.histograms.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

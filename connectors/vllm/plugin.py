@@ -3,7 +3,10 @@ idempotent, and it never raises, because vLLM dies of a plugin that does."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from moonpool.connectors.vllm import compat
+from moonpool.connectors.vllm.encoder import names as encoder
 
 NAMES = ("Mooncake", "Moonpool")  # which mean the same
 CLASS = "Mooncake"
@@ -11,8 +14,8 @@ MODULE = "moonpool.connectors.vllm.connector"
 
 
 def register() -> None:
-    """Makes ``"kv_connector": "Mooncake"`` and ``"Moonpool"`` mean this connector; logs one sentence when it
-    cannot."""
+    """Makes ``"kv_connector": "Mooncake"`` and ``"Moonpool"`` mean this connector, and the same names in
+    ``"ec_connector"`` that of encoder outputs; logs one sentence when it cannot."""
     log = compat.logger("plugin")
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -24,21 +27,24 @@ def register() -> None:
         oldest = ".".join(map(str, compat.OLDEST))
         log.warning("moonpool: vLLM %s is too old for %s, which needs %s or newer", version, CLASS, oldest)
         return
-    for name in NAMES:
+    _register(KVConnectorFactory, NAMES, MODULE, CLASS)
+    try:
+        from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+    except ImportError:
+        return  # a later vLLM may have no such connectors; its ec_transfer_config then refuses ours
+    _register(ECConnectorFactory, encoder.NAMES, encoder.MODULE, encoder.CLASS)
+
+
+def _register(factory: Any, names: tuple[str, ...], module: str, cls: str) -> None:
+    log = compat.logger("plugin")
+    for name in names:
         try:
-            KVConnectorFactory.register_connector(name, MODULE, CLASS)
+            factory.register_connector(name, module, cls)
         except ValueError as error:
-            if not _is_ours(KVConnectorFactory, name):
+            loader = getattr(factory, "_registry", {}).get(name)
+            if not encoder.loads_from(loader, module):  # else an earlier call of register() did it
                 log.warning("moonpool: another plugin has taken the connector name %s (%s)", name, error)
         except Exception as error:  # the engine must start, also with a future factory
             log.warning(
                 "moonpool: cannot register the connector %s (%s: %s)", name, type(error).__name__, error
             )
-
-
-def _is_ours(factory: object, name: str) -> bool:
-    """Whether the name is taken by an earlier call of register(): the loader closes over our module's
-    path."""
-    loader = getattr(factory, "_registry", {}).get(name)
-    cells = getattr(loader, "__closure__", None) or ()
-    return any(cell.cell_contents == MODULE for cell in cells)

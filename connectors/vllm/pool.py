@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool import _native
-from moonpool.connectors.vllm.settings import Settings
+from moonpool.connectors.options import PoolOptions
 
 TIMEOUT_S = 2.0
 QUEUE_MAX = 4096
@@ -42,7 +42,7 @@ class Pool:
         self._ended.register(self._reads.eventfd, select.POLLIN)
 
     @classmethod
-    def dial(cls, settings: Settings, fingerprint: bytes) -> Pool:
+    def dial(cls, settings: PoolOptions, fingerprint: bytes) -> Pool:
         """Connects. Raises Unavailable without a node, AuthError when the token does not fit."""
         return cls(settings.dial(fingerprint, TIMEOUT_S))
 
@@ -62,6 +62,18 @@ class Pool:
         """Asks which objects are there; the answer is a byte for each name, 1 for one that is, or an
         Error."""
         return "read", self._reads.submit_names("exists", names)
+
+    def submit_view(self, name: bytes) -> Ticket:
+        """Asks for an object, checked against its checksum; the answer is a list of one: a memoryview, which
+        pins it while there is a reference, or None. Or it is an Error."""
+        return "read", self._reads.submit_names("views", [name], verify=True)
+
+    def submit_put(self, name: bytes, parts: list[Any]) -> Ticket:
+        """Stores an object; the answer is what the client's put returns, or an Error.
+
+        parts: bytes-like, or (address, length), which the caller keeps until the answer.
+        """
+        return "write", self._writes.submit_put([name], [parts])
 
     def submit_load(
         self,

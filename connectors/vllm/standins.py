@@ -64,3 +64,39 @@ class KVConnectorPromMetrics:
     def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None:
         self._labelnames = labelnames
         self.per_engine_labelvalues = values
+
+
+class ECConnectorRole(enum.Enum):
+    """Which process a connector of encoder outputs is in."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class ECConnectorMetadata:
+    """The base of a step's plan."""
+
+
+class ECConnectorWorkerMetadata:
+    """The base of a worker's report."""
+
+
+class ECConnectorBase:
+    """The base class of vLLM's connectors of encoder outputs."""
+
+    is_producer: bool
+    is_consumer: bool
+
+    def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
+        self._vllm_config = vllm_config
+        self._connector_metadata: Any = None
+        self.is_producer = vllm_config.ec_transfer_config.is_ec_producer
+        self.is_consumer = vllm_config.ec_transfer_config.is_ec_consumer
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Keeps the step's plan."""
+        self._connector_metadata = connector_metadata
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Requests whose items cannot be had."""
+        return set()

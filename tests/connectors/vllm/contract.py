@@ -9,10 +9,12 @@ import os
 import sys
 from typing import Any
 
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.connector import Mooncake
+from moonpool.connectors.vllm.encoder.connector import Mooncake as EncoderConnector
 
 Hook = Any  # a function, a class method or a property
 
@@ -60,16 +62,21 @@ def difference(theirs: Hook, ours: Hook) -> str:
     return f"requires {', '.join(more)}" if more else ""
 
 
-def main() -> None:
-    theirs = hooks(base.KVConnectorBase_V1) | hooks(base.SupportsHMA)
-    ours = hooks(Mooncake)
-    answer = {
-        "version": compat.vllm_version(),
+def compared(theirs: dict[str, Hook], ours: dict[str, Hook]) -> dict[str, Any]:
+    return {
         "theirs": sorted(theirs),
         "ours": sorted(ours),
         "differ": {
             name: why for name in theirs if name in ours and (why := difference(theirs[name], ours[name]))
         },
+    }
+
+
+def main() -> None:
+    answer = {
+        "version": compat.vllm_version(),
+        "kv": compared(hooks(base.KVConnectorBase_V1) | hooks(base.SupportsHMA), hooks(Mooncake)),
+        "encoder": compared(hooks(ECConnectorBase), hooks(EncoderConnector)),
         "watches": [compat.watch_weights(), compat.watch_adapters()],
     }
     with os.fdopen(int(sys.argv[1]), "w") as out:

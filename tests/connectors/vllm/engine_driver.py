@@ -329,6 +329,25 @@ class Driver:
     def joined(self) -> bool:
         return self._half().pool() is not None
 
+    def encoder_joined(self) -> bool:
+        return self.scheduler.ec_connector._sched.membership.pool() is not None
+
+    def reset_caches(self) -> None:
+        """As an operator does who has replaced weights."""
+        assert self.llm.reset_prefix_cache()
+        self.engine.engine_core.reset_encoder_cache()
+
+    def lose_outputs(self) -> None:
+        """From now on the pool loses each encoder output that was found, before it is loaded."""
+        half = self.scheduler.ec_connector._sched
+        original = half.allocated
+
+        def lost(request: Any, index: int, rows: int) -> None:
+            half.membership.pool().client.remove([half._asked[request.request_id].names[index]])
+            original(request, index, rows)
+
+        half.allocated = lost
+
     def step_cost(self, requests: int = 8, steps: int = 200) -> dict[str, float]:
         """Median microseconds of one decode step's schedule() + update_from_output(), and of the connector's
         worker hooks, with a full batch and nothing to load or save."""

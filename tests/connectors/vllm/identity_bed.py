@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -26,6 +27,7 @@ from vllm.model_executor.models import registry
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 from moonpool.connectors.vllm import plugin
 from tests.connectors.vllm import media_models
+from tests.connectors.vllm.node_objects import arena
 
 plugin.register()
 # vLLM looks at each kind of model in a process of its own, to keep its own process clean; a fork is one.
@@ -51,6 +53,7 @@ COUNTS = {
     "survived_errors": "moonpool_connector_survived_errors_total",
     "preemptions": "vllm:num_preemptions_total",
 }
+ENCODER_COUNTS = ("lookups", "hits", "encoded", "loads", "loaded_bytes", "load_errors", "saves", "existing")
 
 
 def make_model(path: str, kind: str, config: dict[str, Any], seed: int = 0) -> None:
@@ -118,15 +121,23 @@ def run(
     prompts: list[Any],
     max_tokens: int,
     together: bool = False,
+    fault: str = "",
+    node_pid: int = 0,
 ) -> dict[str, Any]:
     """Starts an engine and lets it answer the prompts, one after the other or all ``together``. prompts: what
-    media_models.request takes. "mark": its fingerprint; "left": what it still holds in the end; and
-    COUNTS."""
+    media_models.request takes. fault: what happens before each load of an encoder output, see encoder_faults.
+    node_pid: the node that is killed then. "mark": its fingerprint; "left": what it still holds in the end;
+    and COUNTS."""
     os.environ.update(environment)
     media_models.prepare(args["model"])
+    if fault:
+        encoder_faults(fault, node_pid)
     llm = LLM(**DEFAULTS | args)
     engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
-    connector = core.scheduler.connector
+    connector, encoder = core.scheduler.connector, core.scheduler.ec_connector
+    runs = encoder_runs(core)
+    if encoder is not None:
+        _until(lambda: encoder._sched.membership.pool() is not None, JOIN_S)
     mark, refusal = "", ""
     if connector is not None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -138,6 +149,7 @@ def run(
     outputs: dict[str, Any] = {}
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
     for number, prompt in enumerate(prompts):
+        runs.append(0)
         engine.add_request(str(number), media_models.request(prompt), sampling)
         while engine.has_unfinished_requests() and (not together or number == len(prompts) - 1):
             for output in engine.step():
@@ -155,6 +167,7 @@ def run(
                         "local": taken.get("local_tokens", 0),
                         "errors": taken.get("load_errors", 0),
                         "length": len(output.prompt_token_ids),
+                        "encoder_runs": runs[-1] if runs else 0,
                     }
     deadline_s = time.monotonic() + DRAIN_S
     while core.scheduler.has_requests() and time.monotonic() < deadline_s:
@@ -166,10 +179,56 @@ def run(
         "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "pins": connector._sched.lookups.pins if connector is not None else 0,
     }
-    counts = {name: _counted(metric) for name, metric in COUNTS.items()}
+    counts: dict[str, Any] = {name: _counted(metric) for name, metric in COUNTS.items()}
+    counts["encoder"] = {name: _counted(f"moonpool_encoder_{name}_total") for name in ENCODER_COUNTS}
+    counts["survived_errors"] += _counted("moonpool_encoder_survived_errors_total")
     core.shutdown()
     answers = [outputs[str(number)] for number in range(len(prompts))]
     return {"mark": mark, "refusal": refusal, "outputs": answers, "left": left, **counts}
+
+
+def encoder_runs(core: Any) -> list[int]:
+    """From now on the items that the encoder computes are added to the last number of this list."""
+    model = core.model_executor.driver_worker.model_runner.model
+    original, runs = getattr(model, "embed_multimodal", None), list[int]()
+    if original is None:
+        return runs
+
+    def counted(**kwargs: Any) -> Any:
+        outputs = original(**kwargs)
+        runs[-1] += len(outputs)
+        return outputs
+
+    model.embed_multimodal = counted
+    return runs
+
+
+def encoder_faults(fault: str, node_pid: int) -> None:
+    """From now on something happens to each encoder output between its lookup and its load: it is "gone", or
+    "shorter", or has a "flipped" bit or the content of an "other" one, or its node is "killed"."""
+    from moonpool.connectors.vllm.encoder.objects import HEADER_BYTES, MAGIC
+    from moonpool.connectors.vllm.pool import Pool
+
+    original = Pool.submit_view
+
+    def faulty(pool: Any, name: bytes) -> Any:
+        client = pool.client
+        if fault == "gone":
+            client.remove([name])
+        elif fault == "shorter":
+            client.put([name], [b"another"], replace=True)
+        elif fault == "other":
+            other = next(row[0] for row in client.list(b"", 100) if row[0] != name)
+            (content,) = client.get_views([other])
+            client.put([name], [bytes(content)], replace=True)
+        elif fault == "flipped":
+            with arena(node_pid) as memory:
+                memory[memory.find(MAGIC + name) + HEADER_BYTES + 3] ^= 0x40
+        elif fault == "killed":
+            os.kill(node_pid, signal.SIGKILL)
+        return original(pool, name)
+
+    Pool.submit_view = faulty  # type: ignore[method-assign]
 
 
 def _counted(name: str) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,17 @@ def assert_equal(with_pool: list[dict[str, Any]], alone: list[dict[str, Any]]) -
     for one, other in zip(with_pool, alone, strict=True):
         assert one["tokens"] == other["tokens"]
         assert difference(one, other) < CHANCE_DIFFERENCE_MAX
+
+
+def arena(pid: int) -> mmap.mmap:
+    """The node's arena, mapped through its descriptor: the largest memfd it holds."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if "memfd:" in os.readlink(link):
+            found.append((link.stat().st_size, str(link)))
+    size, path = max(found)
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), size)
 
 
 class NodeObjects:

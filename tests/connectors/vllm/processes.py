@@ -176,6 +176,7 @@ class Bed(Engine):
     """One identity_bed.py: forks an engine for each call."""
 
     driver = HERE / "identity_bed.py"
+    node_pid = 0  # of its engines, if bed_with_node made it
 
     def run(self, args: dict[str, Any], prompts: list[list[int]], **how: Any) -> dict[str, Any]:
         """What a new engine answers; it leaves no block and no pin, and survived no error."""
@@ -194,6 +195,7 @@ def bed_with_node(python: str) -> Iterator[tuple[Bed, Path]]:
         stack.callback(bed.close)
         node = Node(folder / "run").start()
         stack.callback(node.stop)
+        bed.node_pid = node.pid
         yield bed, folder
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from tests.connectors.vllm.conftest import (
     tokens_of,
     wait_joined,
 )
+from tests.connectors.vllm.node_objects import arena
 from tests.connectors.vllm.processes import Engine, EngineFailed
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -374,17 +373,6 @@ def revive(engine: Engine) -> None:
         if pool_tokens(engine.call("generate", prompts=[prompt], max_tokens=1)) == [loadable(prompt)]:
             return
         assert time.monotonic() < deadline_s, "the engine did not find its way back to the pool"
-
-
-def arena(pid: int) -> mmap.mmap:
-    """The node's arena, mapped through its descriptor: the largest memfd it holds."""
-    found = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:" in os.readlink(link):
-            found.append((link.stat().st_size, str(link)))
-    size, path = max(found)
-    with open(path, "r+b") as file:
-        return mmap.mmap(file.fileno(), size)
 
 
 def stored_byte(before: bytes, memory: mmap.mmap) -> int:

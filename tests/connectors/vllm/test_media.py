@@ -480,6 +480,8 @@ def test_engines_whose_items_cannot_be_named() -> None:
     apart = engine()
     apart.ec_transfer_config = object()
     assert "another engine encodes the items" in media_refusal(apart)
+    apart.ec_transfer_config = SimpleNamespace(ec_connector="Mooncake", ec_connector_module_path=None)
+    assert media_refusal(apart) == "", "ours goes by the content"
     adapted = engine()
     adapted.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
     assert "enable_tower_connector_lora" in media_refusal(adapted)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from moonpool.connectors.vllm import compat, connector, plugin
+from moonpool.connectors.vllm.encoder import connector as encoder_connector
+from moonpool.connectors.vllm.encoder import names
 
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+ENCODER_FACTORY = "vllm.distributed.ec_transfer.ec_connector.factory"
 
 
 class Factory:
@@ -33,14 +36,26 @@ class Factory:
 
 @pytest.fixture
 def factory(monkeypatch: pytest.MonkeyPatch) -> Factory:
-    factory = Factory()
-    parts = FACTORY.split(".")
-    for count in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
-    module: Any = ModuleType(FACTORY)
-    module.KVConnectorFactory = factory
-    monkeypatch.setitem(sys.modules, FACTORY, module)
+    made = put_factory(monkeypatch, FACTORY, "KVConnectorFactory")
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.32.0+cpu")
+    return made
+
+
+@pytest.fixture
+def encoder_factory(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> Factory:
+    return put_factory(monkeypatch, ENCODER_FACTORY, "ECConnectorFactory")
+
+
+def put_factory(monkeypatch: pytest.MonkeyPatch, path: str, name: str) -> Factory:
+    factory = Factory()
+    parts = path.split(".")
+    for count in range(1, len(parts)):
+        parent = ".".join(parts[:count])
+        if parent not in sys.modules:
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parts[count - 1]))
+    module: Any = ModuleType(path)
+    setattr(module, name, factory)
+    monkeypatch.setitem(sys.modules, path, module)
     return factory
 
 
@@ -98,3 +113,32 @@ def test_factory_of_the_future(factory: Factory, said: Callable[[], list[str]]) 
     factory.register_connector = register_connector  # type: ignore[method-assign, assignment]
     plugin.register()
     assert ["cannot register the connector Mooncake (TypeError" in one for one in said()] == [True, False]
+
+
+def test_the_names_mean_the_connector_of_encoder_outputs_too(
+    encoder_factory: Factory, said: Callable[[], list[str]]
+) -> None:
+    for _ in range(2):
+        plugin.register()
+    for name in ("Mooncake", "Moonpool"):
+        assert encoder_factory._registry[name]() == "moonpool.connectors.vllm.encoder.connector.Mooncake"
+        assert names.is_ours(SimpleNamespace(ec_connector=name))
+    assert said() == []
+    assert encoder_connector.Moonpool is encoder_connector.Mooncake  # for a module path
+    assert not names.is_ours(SimpleNamespace(ec_connector="ECExampleConnector"))
+
+
+def test_an_encoder_connector_of_another_plugin_is_not_ours(encoder_factory: Factory) -> None:
+    encoder_factory.register_connector("Mooncake", "someone.else", "Mooncake")
+    plugin.register()
+    by_path = {"ec_connector_module_path": names.MODULE}
+    assert not names.is_ours(SimpleNamespace(ec_connector="Mooncake", **by_path)), (
+        "a name comes before a path"
+    )
+    assert names.is_ours(SimpleNamespace(ec_connector="Moonpool", **by_path))
+
+
+def test_a_path_alone_says_whose_it_is() -> None:
+    """In a process without vLLM's factory."""
+    assert names.is_ours(SimpleNamespace(ec_connector="Moonpool", ec_connector_module_path=names.MODULE))
+    assert not names.is_ours(SimpleNamespace(ec_connector="Moonpool", ec_connector_module_path="another"))
