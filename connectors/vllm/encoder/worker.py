@@ -232,12 +232,16 @@ class WorkerHalf:
 
     def _read(self, output: Output, view: memoryview) -> Any:
         """The tensor, on the device. Raises NoOutput."""
+        shape = shape_of(
+            view,
+            output.name,
+            dtype=self._type,
+            item_bytes=self._dtype.itemsize,
+            rows=output.rows,
+            unit=self._unit,
+        )
         import torch
 
-        item_bytes = torch.empty((), dtype=self._dtype).element_size()
-        shape = shape_of(
-            view, output.name, dtype=self._type, item_bytes=item_bytes, rows=output.rows, unit=self._unit
-        )
         tensor = torch.empty((shape.rows, shape.width), dtype=self._dtype)
         tensor.view(torch.uint8).reshape(-1).numpy()[:] = np.frombuffer(view, np.uint8)[HEADER_BYTES:]
         return tensor.to(self._device())
