@@ -22,7 +22,8 @@ manual.
     identity     the fingerprint: which model, weights and form of bytes
     arguments    which of vLLM's arguments change the numbers, and why the others do not
     adapters     LoRA adapters: the digest of the bytes that a request uses
-    item_names   images, sounds and videos of requests: the digest of their content
+    item_names   images, sounds and videos of requests: their names
+    item_hashes  the digests of their content, shared by the connectors of a process
     media_options
                  which of vLLM's options for them count in that digest, and which leave them without a name
     weight_changes

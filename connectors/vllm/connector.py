@@ -12,7 +12,7 @@ from moonpool import _native
 from moonpool.connectors import weights
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused
-from moonpool.connectors.vllm import compat, identity
+from moonpool.connectors.vllm import compat, identity, item_hashes
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.engine_config import EngineConfig, read_engine_config
@@ -79,6 +79,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             digest=_native.block_digests,
             log=self._log,
             adapters=self._adapters(engine_config) if getattr(vllm_config, "lora_config", None) else None,
+            hashes=item_hashes.shared(),
         )
 
     def _adapters(self, engine_config: EngineConfig) -> Adapters:

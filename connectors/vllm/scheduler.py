@@ -29,6 +29,7 @@ from moonpool.connectors.vllm.engine_types import (
     SchedulerOutput,
 )
 from moonpool.connectors.vllm.free_block_wait import FreeBlockWait
+from moonpool.connectors.vllm.item_hashes import ItemHashes
 from moonpool.connectors.vllm.item_names import ItemNames
 from moonpool.connectors.vllm.load_decision import ALWAYS, Choice, LoadDecision, Shares
 from moonpool.connectors.vllm.lookups import Lookups
@@ -71,6 +72,7 @@ class SchedulerHalf:
         digest: Digests,
         log: logging.Logger,
         adapters: Adapters | None = None,
+        hashes: ItemHashes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """engine_config: of this engine.
@@ -79,6 +81,7 @@ class SchedulerHalf:
         digest: hashes blocks of tokens, see ``Digests``.
         log: for messages.
         adapters: names this engine's LoRA adapters; None: requests with an adapter do not use the pool.
+        hashes: of what items are; None: its own.
         clock: seconds, monotonic.
         """
         self._engine_config = engine_config
@@ -104,6 +107,7 @@ class SchedulerHalf:
             log=log,
             clock=clock,
             on_conflict=self._item_changed,
+            hashes=hashes,
         )
         self._identifiers: dict[str, frozenset[str]] = {}  # request -> vLLM's names of its items
         # Requests whose items are being hashed, and when each came. vLLM computes none of them yet.

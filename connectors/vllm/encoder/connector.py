@@ -10,6 +10,7 @@ from moonpool.connectors import weights
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat as vllm_compat
+from moonpool.connectors.vllm import item_hashes
 from moonpool.connectors.vllm.encoder import compat
 from moonpool.connectors.vllm.encoder.identity import encoder_identity
 from moonpool.connectors.vllm.encoder.membership import Membership
@@ -76,6 +77,7 @@ class Mooncake(compat.ConnectorBase):
             may_save=self.is_producer,
             can_fail_requests=compat.can_fail_requests(),
             log=self._log,
+            hashes=item_hashes.shared(),
         )
 
     def _worker_half(self, membership: Membership, vllm_config: Any) -> WorkerHalf:

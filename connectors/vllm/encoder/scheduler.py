@@ -21,6 +21,7 @@ from typing import Any
 from moonpool.connectors.vllm.encoder.membership import Membership
 from moonpool.connectors.vllm.encoder.messages import NOTHING, EncoderReport, EncoderStep, Load, Output
 from moonpool.connectors.vllm.engine_types import MediaFeature, Request
+from moonpool.connectors.vllm.item_hashes import ItemHashes
 from moonpool.connectors.vllm.item_names import SIZES_ALONE, ItemNames, has_content
 from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S, WAIT_S
 from moonpool.connectors.vllm.metrics import Tally
@@ -64,18 +65,22 @@ class SchedulerHalf:
         may_save: bool,
         can_fail_requests: bool,
         log: logging.Logger,
+        hashes: ItemHashes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """membership: of this half in the pool.
         form: what beside its tensors changes what the encoder makes of an item (media_options).
         may_load, may_save: from ec_role. An engine that only saves does not encode what the pool has either.
         can_fail_requests: whether vLLM ends requests that take_unavailable names.
+        hashes: of what items are; None: its own.
         """
         self.membership = membership
         self._may_load, self._may_save, self._can_fail = may_load, may_save, can_fail_requests
         self._log = log
         self._clock = clock
-        self._names = ItemNames(form=form, refusal="", log=log, clock=clock, on_conflict=self._conflict)
+        self._names = ItemNames(
+            form=form, refusal="", log=log, clock=clock, on_conflict=self._conflict, hashes=hashes
+        )
         self._asked: dict[str, Asked] = {}
         self._unhashed: dict[str, float] = {}  # requests whose items are being hashed, and since when
         self._tickets: dict[Ticket, str] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonpool.connectors.vllm import item_names
+from moonpool.connectors.vllm import item_hashes, item_names
 from moonpool.connectors.vllm.item_names import ItemNames
 from moonpool.connectors.vllm.media_options import media_form, media_refusal
 from moonpool.connectors.vllm.requests import Chain
@@ -246,8 +246,8 @@ def test_items_that_a_session_is_given_later_are_recorded() -> None:
 def test_items_that_were_not_hashed_in_time_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
     with monkeypatch.context() as slow:
-        slow.setattr(item_names, "content_digest", lambda fields: bytes(32) if may_end.wait(20) else b"")
-        slow.setattr(item_names, "AT_ONCE_BYTES_MAX", 0)
+        slow.setattr(item_hashes, "content_digest", lambda fields: bytes(32) if may_end.wait(20) else b"")
+        slow.setattr(item_hashes, "AT_ONCE_BYTES_MAX", 0)
         clock, pool = Clock(), FakePool()
         half, _ = scheduler_half(pool, clock=clock)
         for name in ("late", "forgotten"):
@@ -256,8 +256,8 @@ def test_items_that_were_not_hashed_in_time_are_recorded(monkeypatch: pytest.Mon
         clock.now_s += HASH_TIMEOUT_S
         half.build_step(FakeStep())
         may_end.set()
-        assert half._item_names._thread is not None
-        half._item_names._thread.submit(int).result(20)
+        assert half._item_names.hashes._thread is not None
+        half._item_names.hashes._thread.submit(int).result(20)
     assert has_lost_its_name(half, pool, "late")
     assert has_lost_its_name(half, pool, "forgotten")
     assert not has_lost_its_name(half, pool, "new")
@@ -278,7 +278,17 @@ def test_data_is_hashed_once_while_it_lives() -> None:
     kept["pixel_values"].data[:] = 2  # nothing does that; it shows that the bytes are not read again
     assert names_of([feature(1, 5, data=kept)], names=names) == first
     del kept
-    assert names._hashed == {}
+    assert names.hashes._hashed == {}
+
+
+def test_the_connectors_of_a_process_hash_an_item_once() -> None:
+    """Each names what it is asked for; a digest is there for both."""
+    hashes, kept = item_hashes.ItemHashes(), item_data(1)
+    one, other = (ItemNames(form="", refusal="", log=LOG, clock=lambda: 0.0, hashes=hashes) for _ in range(2))
+    first = names_of([feature(1, 5, data=kept)], names=one)
+    kept["pixel_values"].data[:] = 2  # nothing does that; it shows that the bytes are not read again
+    assert names_of([feature(1, 5, data=kept)], names=other) == first
+    assert item_hashes.shared() is item_hashes.shared()
 
 
 @pytest.mark.parametrize(
@@ -334,21 +344,21 @@ def test_requests_with_items_ask_save_and_load() -> None:
 
 def await_hashes(names: ItemNames, one: FakeRequest) -> None:
     """What is submitted later runs later."""
-    assert names._thread is not None
-    names._thread.submit(int).result(20)
+    assert names.hashes._thread is not None
+    names.hashes._thread.submit(int).result(20)
     assert names.is_ready(one)
 
 
 def test_a_request_waits_until_its_large_items_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler does not: it asks again."""
-    may_end, digest_now = threading.Event(), item_names.content_digest
+    may_end, digest_now = threading.Event(), item_hashes.content_digest
 
     def slow(fields: Any) -> bytes:
         assert may_end.wait(20)
         return digest_now(fields)
 
-    monkeypatch.setattr(item_names, "content_digest", slow)
-    monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 0)
+    monkeypatch.setattr(item_hashes, "content_digest", slow)
+    monkeypatch.setattr(item_hashes, "AT_ONCE_BYTES_MAX", 0)
     half, pool = half_and_pool()
     kept = item_data(1)
     one = request(PROMPT, mm_features=[feature(1, 9, data=kept)])
@@ -362,9 +372,9 @@ def test_a_request_waits_until_its_large_items_are_hashed(monkeypatch: pytest.Mo
     assert asked(pool) == TEXT
     may_end.set()
     await_hashes(half._item_names, one)
-    assert half._item_names._hashing == set()
+    assert half._item_names.hashes._hashing == set()
     assert half.matched_tokens(one, 0) == (None, False)  # for the pool's answer now
-    monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(item_hashes, "AT_ONCE_BYTES_MAX", 1 << 20)
     assert asked(pool) == digests_of([feature(1, 9)])
     pool.answer_prefix(3)
     assert admit(half, one) == 12
@@ -379,22 +389,22 @@ def test_many_small_items_are_a_large_one(monkeypatch: pytest.MonkeyPatch) -> No
     names = ItemNames(form="", refusal="", log=LOG, clock=lambda: 0.0)
     kept = item_data(1)
     each = sum(element.data.nbytes for element in kept.values())
-    monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 2 * each)
+    monkeypatch.setattr(item_hashes, "AT_ONCE_BYTES_MAX", 2 * each)
     names.begin(
         request(PROMPT, mm_features=[feature(1, 3, data=kept), feature(1, 9, data=kept), feature(2, 16)])
     )
-    assert names._thread is None
+    assert names.hashes._thread is None
     several = request(PROMPT, mm_features=[feature(1, 3, data=kept), feature(3, 9), feature(4, 16)])
     names.begin(several)
     await_hashes(names, several)
-    assert len(names._hashed) == 3
+    assert len(names.hashes._hashed) == 3
     names.close()
 
 
 def test_a_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr(item_names, "content_digest", lambda fields: bytes(32) if may_end.wait(20) else b"")
-    monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 0)
+    monkeypatch.setattr(item_hashes, "content_digest", lambda fields: bytes(32) if may_end.wait(20) else b"")
+    monkeypatch.setattr(item_hashes, "AT_ONCE_BYTES_MAX", 0)
     clock, pool = Clock(), FakePool()
     half, _ = scheduler_half(pool, clock=clock)
     one = request(PROMPT, mm_features=[feature(1, 9)])
@@ -409,7 +419,7 @@ def test_a_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_the_thread_cannot_hash_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 0)
+    monkeypatch.setattr(item_hashes, "AT_ONCE_BYTES_MAX", 0)
     names = ItemNames(form="", refusal="", log=LOG, clock=lambda: 0.0)
     one = request(PROMPT, mm_features=[feature(1, 9, data=item_data(1, more=object()))])
     names.begin(one)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from moonpool.connectors.files import File
-from moonpool.connectors.vllm import item_names
+from moonpool.connectors.vllm import item_hashes
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.item_names import ItemNames
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Step
@@ -339,13 +339,13 @@ class TestLargeImages:
     @pytest.fixture
     def may_end(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         """Set: hashing may end."""
-        may_end, digest_now = threading.Event(), item_names.content_digest
+        may_end, digest_now = threading.Event(), item_hashes.content_digest
 
         def slow(fields: Any) -> bytes:
             assert may_end.wait(20)
             return digest_now(fields)
 
-        monkeypatch.setattr(item_names, "content_digest", slow)
+        monkeypatch.setattr(item_hashes, "content_digest", slow)
         return may_end
 
     def test_the_prefill_engine_hears_of_decode_before_vllm_asks(
@@ -355,14 +355,14 @@ class TestLargeImages:
         names = ItemNames(form="", refusal="", log=LOG, clock=Clock())
         image = names.media(FakeRequest("x", [], mm_features=[feature(1, 9)])).items
         may_end.clear()
-        monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 0)
+        monkeypatch.setattr(item_hashes, "AT_ONCE_BYTES_MAX", 0)
         one, asked = half(), request(offer(prompt=prompt_digest(list(range(18)), items=image)))
         asked.mm_features = [feature(1, 9)]
         one.arrived(asked)
         assert one.build_step(FakeStep()) is NOTHING
         may_end.set()
-        assert one._item_names._thread is not None
-        one._item_names._thread.submit(int).result(20)  # runs after what was submitted earlier
+        assert one._item_names.hashes._thread is not None
+        one._item_names.hashes._thread.submit(int).result(20)  # runs after what was submitted earlier
         step = one.build_step(FakeStep())
         assert step.handover is not None
         assert [hold.request_id for hold in step.handover.holds] == ["r"]
@@ -373,7 +373,7 @@ class TestLargeImages:
     def test_the_prefill_engine_need_not_keep_what_is_not_taken(
         self, how: str, may_end: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 0)
+        monkeypatch.setattr(item_hashes, "AT_ONCE_BYTES_MAX", 0)
         one, asked = half(), request(offer())
         asked.mm_features = [feature(1, 9)]
         one.arrived(asked)
