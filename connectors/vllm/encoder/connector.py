@@ -51,6 +51,7 @@ class Mooncake(compat.ConnectorBase):
             open_node=functools.partial(self._open_node, is_scheduler),
             log=self._log,
             refusal=refusal,
+            quiet=not is_scheduler,
         )
         if is_scheduler:
             self._sched = self._scheduler_half(membership, vllm_config)
@@ -151,9 +152,11 @@ class Mooncake(compat.ConnectorBase):
     # Worker
 
     def start_worker_services(self) -> None:
-        """vLLM 0.30 and newer: the model has its first weights."""
+        """vLLM 0.30 and newer: the model has its first weights. Their files are read now, if they are not
+        known."""
         if self._worker is not None:
             self._worker.armed = True
+            self._guard(None, self._worker.membership.pool)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """The plan of the step that begins."""
@@ -167,7 +170,7 @@ class Mooncake(compat.ConnectorBase):
         if worker is None or not step.loads:
             return
         self._guard(None, worker.fetch, step.loads, encoder_cache)
-        worker.settle(step, encoder_cache)
+        worker.settle(step, encoder_cache)  # not guarded: all ranks do the same, or the engine ends
 
     def save_caches(self, encoder_cache: Any, mm_hash: str, **kwargs: Any) -> None:
         """The encoder has computed an output."""
@@ -214,7 +217,7 @@ class Mooncake(compat.ConnectorBase):
 
     def build_connector_meta(self, scheduler_output: Any) -> EncoderStep:
         """What the workers load and save in the step."""
-        return NOTHING if self._sched is None else self._sched.plan(scheduler_output)
+        return NOTHING if self._sched is None else self._guard(NOTHING, self._sched.plan, scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported of a step."""

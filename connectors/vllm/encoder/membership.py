@@ -24,16 +24,23 @@ class Membership:
     """One half's place in the pool; all methods run on its engine's thread."""
 
     def __init__(
-        self, *, fingerprint: Callable[[], bytes], open_node: OpenNode, log: logging.Logger, refusal: str = ""
+        self,
+        *,
+        fingerprint: Callable[[], bytes],
+        open_node: OpenNode,
+        log: logging.Logger,
+        refusal: str = "",
+        quiet: bool = False,
     ) -> None:
         """fingerprint: of the encoder, 32 bytes; raises Pending while the weights are being read, and Refused
             or Error when they cannot be identified.
         open_node: connects to the node under a fingerprint.
         refusal: why this engine never joins; "": it may.
+        quiet: whether joining is logged for debugging only, because another half says the same.
         """
         self._ask = fingerprint
         self._open_node = open_node
-        self._log = log
+        self._log, self._quiet = log, quiet
         self._node: NodeConnection[Pool] | None = None
         self._reading: Reading | None = None
         self._left = False
@@ -55,7 +62,8 @@ class Membership:
         self.fingerprint = self._ask() if fingerprint is None else fingerprint
         self._node = self._open_node(self.fingerprint)
         self._left = False
-        self._log.info("moonpool: encoder outputs, fingerprint %s", self.fingerprint.hex()[:16])
+        log = self._log.debug if self._quiet else self._log.info
+        log("moonpool: encoder outputs, fingerprint %s", self.fingerprint.hex()[:16])
 
     def leave(self) -> None:
         """Ends the operations under way; ``pool`` is None until ``join``."""
@@ -69,7 +77,8 @@ class Membership:
         """This engine never joins from here on; says so once."""
         self.leave()
         self.refusal = why
-        self._log.warning("moonpool: encoder outputs are not shared: %s", why)
+        log = self._log.debug if self._quiet else self._log.warning
+        log("moonpool: encoder outputs are not shared: %s", why)
 
     def _may_join(self) -> bool:
         """Tries to join for the first time, unless the weights are still being read. Whether it did."""
@@ -79,7 +88,8 @@ class Membership:
             self.join()
         except Pending as pending:
             self._left, self._reading = False, pending.reading
-            self._log.info("moonpool: %s; encoder outputs are shared from then on", pending)
+            if not self._quiet:
+                self._log.info("moonpool: %s; encoder outputs are shared from then on", pending)
             return False
         except (Refused, Error) as error:
             self.refuse(str(error))

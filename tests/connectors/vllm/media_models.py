@@ -45,13 +45,17 @@ TOKENS = {
 def request(prompt: Any) -> dict[str, Any]:
     """What vLLM takes. prompt: token ids; or a model, token ids with one placeholder for each item, a number
     for each item, from which its content follows, and perhaps a UUID for each, or that they are given as
-    embeddings."""
+    embeddings, or by their sizes alone."""
     if isinstance(prompt, list):
         return {"prompt_token_ids": prompt}
     modality = "audio" if prompt["model"] == "qwen2_audio" else "image"
     make = _sound if modality == "audio" else _image
     seeds = prompt["items"]
-    data = _embeddings(seeds) if prompt.get("embeddings") else [make(seed) for seed in seeds]
+    data: Any = [make(seed) for seed in seeds]
+    if prompt.get("embeddings") or prompt.get("sizes"):
+        data = _embeddings(seeds)
+    if prompt.get("sizes"):
+        del data["image_embeds"]
     given: dict[str, Any] = {"prompt_token_ids": prompt["ids"], "multi_modal_data": {modality: data}}
     if prompt.get("uuids"):
         given["multi_modal_uuids"] = {modality: prompt["uuids"]}

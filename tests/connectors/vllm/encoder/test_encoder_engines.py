@@ -207,9 +207,7 @@ class Serving:
     """One engine that goes on serving, and what it counts."""
 
     def __init__(self, python: str, model: str, runtime: Path, log: Path, **config: Any) -> None:
-        self.engine = Engine(
-            python, Path(model), runtime, log, **ENGINE, limit_mm_per_prompt=LIMITS["idefics3"], **config
-        )
+        self.engine = Engine(python, Path(model), runtime, log, **ENGINE, **config)
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         while config.get("ec_transfer_config") and not self.engine.call("encoder_joined"):
             assert time.monotonic() < deadline_s, "the engine did not join the pool"
@@ -234,9 +232,10 @@ class Serving:
 def serving(vllm_python: str, engines: Engines, tmp_path: Path) -> Iterator[Callable[..., Serving]]:
     made: list[Serving] = []
 
-    def start(seed: int = 0, **config: Any) -> Serving:
+    def start(kind: str = "idefics3", **config: Any) -> Serving:
         log = tmp_path / f"engine{len(made)}"
-        model = engines.model("idefics3", seed)
+        model = engines.model(kind)
+        config["limit_mm_per_prompt"] = LIMITS[kind]
         made.append(Serving(vllm_python, model, engines.folder / "run", log, **config))
         return made[-1]
 
@@ -292,3 +291,18 @@ def test_two_ranks(engines: Engines, serving: Callable[..., Serving], rng: Any) 
     two.engine.call("lose_outputs")
     assert_equal(two.ask(prompts[1]), alone[1:])
     assert two.counts() == (0, 2, 2)
+
+
+@pytest.mark.heavy
+def test_a_request_with_sizes_in_the_place_of_an_image_ends(
+    serving: Callable[..., Serving], engines: Engines, rng: Any
+) -> None:
+    """vLLM's front end accepts it from a consumer, and nothing here could encode it."""
+    seed, kind = rng.randrange(1 << 30), "qwen2_vl"
+    ids = [*make_prompt(seed, STEM), PLACEHOLDER[kind], *make_prompt(seed + 1, TAIL)]
+    alone = engines.alone(kind, [prompt(kind, ids, seed)])
+    one = serving(kind, ec_transfer_config={**BOTH, "ec_role": "ec_consumer"})
+    (refused,) = one.ask(prompt(kind, ids, seed, sizes=True))
+    assert (refused["reason"], refused["tokens"]) == ("error", [])
+    assert_equal(one.ask(prompt(kind, ids, seed)), alone)
+    assert one.engine.logged().count("ends with an error") == 1
