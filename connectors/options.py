@@ -57,9 +57,10 @@ class PoolOptions:
         Raises Unavailable without a node, AuthError when the token does not fit.
         """
         from moonpool import _native
-        from moonpool.core.service.control_tls import control_client_of
+        from moonpool.core.service.data_tls import pool_tls_of
 
         socket = str(self.socket())
+        tls = pool_tls_of(socket)
         client = _native.Client(
             socket,
             paths.client_token(socket),
@@ -67,7 +68,8 @@ class PoolOptions:
             self.namespace,
             fingerprint,
             timeout_s,
-            tls=control_client_of(socket),
+            tls=tls.control,
+            data_tls=tls.data,
         )
         client.connect()
         return client

@@ -1,4 +1,4 @@
-"""Which engines the demo and the tests run: on the CPU, also where a GPU is, so that all machines run the same.
+"""Which engines the demo and the tests run: on the CPU, also where a GPU is: all machines run the same.
 
 vLLM has a build for CPUs. SGLang's only wheel is for CUDA, and its requirements are, too; so pip is given
 what it really imports (sglang_cpu.txt), and tests/connectors/sglang/sglang_cpu.py is its platform.

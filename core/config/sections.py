@@ -87,15 +87,15 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str,
         about(
             "certificate (PEM) of the HTTP pages of node and master, which become https, and of "
-            "control connections"
+            "control and data connections"
         ),
     ] = ""
     tls_key: Annotated[str, about("its key (PEM, 0600, without a password)")] = ""
     tls_ca: Annotated[
         str,
         about(
-            "authorities (PEM) that `moonpool status` and processes that connect to a master by TLS trust; "
-            "empty: the system's"
+            "authorities (PEM) that `moonpool status` and processes that connect to a master or a node by "
+            "TLS trust; empty: the system's"
         ),
     ] = ""
     tls_control: Annotated[
@@ -108,6 +108,18 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "off"
     tls_name: Annotated[
         str, about("the name that the master's certificate must have; empty: the host in cluster.master")
+    ] = ""
+    tls_data: Annotated[
+        str,
+        about(
+            "connections to nodes of other hosts; on: inside TLS, they show tls_cert; mutual: the process "
+            "that connects shows one, too, and tls_ca signed both; off: in plain",
+            choices=("off", "on", "mutual"),
+        ),
+    ] = "off"
+    tls_data_name: Annotated[
+        str,
+        about("the name that nodes' certificates must have; empty: the host of each one's address"),
     ] = ""
 
 

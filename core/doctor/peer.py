@@ -28,6 +28,7 @@ from moonpool.core.errors import AuthError, ConfigError, Error, ProtocolError, T
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.cluster import read_cluster
 from moonpool.core.service.control_tls import control_client_for
+from moonpool.core.service.data_tls import pool_tls_for
 from moonpool.core.store.store import Store
 from moonpool.core.store.types import PutStatus
 from moonpool.core.transfer.engine import TransferEngine
@@ -50,8 +51,9 @@ HOST, DEVICE = "host", "device"
 Place: TypeAlias = tuple[int, tuple[Any, ...]]  # family and address of a socket
 HEADERS_V4, HEADERS_V6, TIMESTAMPS = 40, 60, 12  # bytes of a packet that are no data
 SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921
-# In what a node or a master says to an engine, and a master inside TLS to everything that is not.
-OTHER_SERVICE = ('serves "engine"', "speaks TLS only")
+# In what a node or a master says to another kind of caller; inside TLS to everything that is not, and in
+# plain to what is.
+OTHER_SERVICE = ('serves "', "speaks TLS only", "does not speak TLS")
 PORT_REMEDY = (
     "start the peer, and let it listen on an address that this host reaches (0.0.0.0, not 127.0.0.1) and on "
     "this port"
@@ -247,7 +249,7 @@ def _identify(peer: Peer, address: str, config: Config) -> None:
             return
         except Error as error:
             failure = error
-            if 'serves "' not in str(error):
+            if not any(mark in str(error) for mark in OTHER_SERVICE):
                 break
     peer.findings.append(_handshake(failure))
 
@@ -259,7 +261,8 @@ def _handshake(error: Error) -> Finding:
         return broken(
             "TLS",
             str(error),
-            "set cluster.tls_control, and cluster.tls_ca, to the same on both sides; docs/security.md",
+            "set cluster.tls_control and tls_data, and cluster.tls_ca, to the same on both sides; "
+            "docs/security.md",
         )
     if isinstance(error, AuthError | ConfigError):
         return broken(
@@ -350,7 +353,7 @@ def _examine_master(peer: Peer, address: str, token: bytes, config: Config) -> N
 
 def _examine_node(peer: Peer, address: str, token: bytes, config: Config) -> None:
     """Raises a moonpool Error when it is none."""
-    tls = control_client_for(config)
+    tls = pool_tls_for(config)
     with Store(f"tcp://{address}", namespace=NAMESPACE, token=token, tls=tls, timeout_s=ANSWER_S) as store:
         peer.kind = "node"
         peer.paths = [PeerPath("tcp", f"tcp {address}", "", {})]

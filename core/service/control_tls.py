@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from moonpool import _native
     from moonpool.core.config.config import Config
 
-CONTROL_VARIABLE = "MOONPOOL_CLUSTER_TLS_CONTROL"
-_KEYS = ("tls_control", "tls_ca", "tls_name", "tls_cert", "tls_key")
+VARIABLES = ("MOONPOOL_CLUSTER_TLS_CONTROL", "MOONPOOL_CLUSTER_TLS_DATA")
+_KEYS = ("tls_control", "tls_data", "tls_ca", "tls_name", "tls_data_name", "tls_cert", "tls_key")
 _FILES = ("tls_ca", "tls_cert", "tls_key")
 
 
@@ -36,7 +36,7 @@ def control_server(config: Config) -> _native.TlsServer | None:
     from moonpool import _native
     from moonpool.core.service.http_tls import wrong
 
-    _check_own_certificate(config, "the master")
+    check_own_certificate(config, "tls_control", "the master")
     if cluster.tls_control == "mutual" and not cluster.tls_ca:
         raise wrong(
             'cluster.tls_control is "mutual" and cluster.tls_ca is empty; name the authorities that vouch '
@@ -58,45 +58,60 @@ def control_client(config: Config) -> _native.TlsClient | None:
 
     if cluster.tls_control != "mutual":
         return _native.TlsClient(cluster.tls_ca, cluster.tls_name)
-    _check_own_certificate(config, "a process that connects to a master")
+    check_own_certificate(config, "tls_control", "a process that connects to a master")
     return _native.TlsClient(cluster.tls_ca, cluster.tls_name, cluster.tls_cert, cluster.tls_key)
 
 
 def control_client_of(socket: str | Path) -> _native.TlsClient | None:
-    """For a client of the node at ``socket``: from the environment, else from the file that the node wrote
-    beside its socket.
+    """For a client of the node at ``socket``, as tls_settings_of() has it."""
+    config = tls_settings_of(socket)
+    return None if config is None else control_client(config)
+
+
+def tls_settings_of(socket: str | Path) -> Config | None:
+    """Of a client of the node at ``socket``: from the environment, else from the file that the node wrote
+    beside its socket. None: there are none.
     """
     beside = socket_tls(Path(os.path.realpath(socket)))
-    if CONTROL_VARIABLE not in os.environ and not os.path.exists(beside):  # or this user may not read it
+    named = any(variable in os.environ for variable in VARIABLES)
+    if not named and not os.path.exists(beside):  # or this user may not read it
         return None
     from moonpool.core.config.config import load
 
-    if CONTROL_VARIABLE in os.environ:
-        prefix = CONTROL_VARIABLE.removesuffix("CONTROL")
-        return control_client(load(env={k: v for k, v in os.environ.items() if k.startswith(prefix)}))
-    return control_client_from(beside.read_bytes())
+    if named:
+        prefix = VARIABLES[0].removesuffix("CONTROL")
+        return load(env={k: v for k, v in os.environ.items() if k.startswith(prefix)})
+    return _settings_from(beside.read_bytes())
 
 
 def control_client_from(settings: bytes) -> _native.TlsClient | None:
     """By what control_settings() made. None: without TLS."""
-    if not settings:
-        return None
+    return control_client(_settings_from(settings)) if settings else None
+
+
+def _settings_from(settings: bytes) -> Config:
     from moonpool.core.config.config import load
 
-    given = json.loads(settings)
-    return control_client(load(env={}, arguments={f"cluster.{name}": given[name] for name in _KEYS}))
+    given = json.loads(settings)  # a node of the release before names fewer
+    return load(env={}, arguments={f"cluster.{name}": given[name] for name in _KEYS if name in given})
 
 
 def control_client_for(config: Config, socket: str = "") -> _native.TlsClient | None:
     """For our own commands: from the configuration, else from the node at ``socket`` ("": the default)."""
-    if config.origin("cluster.tls_control").kind != "default":
-        return control_client(config)
-    return control_client_of(socket or default_node_socket())
+    config = tls_settings_for(config, socket) or config
+    return control_client(config)
+
+
+def tls_settings_for(config: Config, socket: str = "") -> Config | None:
+    """For our own commands: the configuration, else as tls_settings_of(socket)."""
+    if any(config.origin(f"cluster.{name}").kind != "default" for name in ("tls_control", "tls_data")):
+        return config
+    return tls_settings_of(socket or default_node_socket())
 
 
 def control_settings(config: Config) -> bytes:
-    """The file for the node's clients, which control_client_of() reads; empty where its master has no TLS."""
-    if config.cluster.tls_control == "off":
+    """The file for the node's clients, which tls_settings_of() reads; empty where no connection has TLS."""
+    if config.cluster.tls_control == config.cluster.tls_data == "off":
         return b""
     given = {name: getattr(config.cluster, name) for name in _KEYS}
     for name in _FILES:
@@ -104,14 +119,16 @@ def control_settings(config: Config) -> bytes:
     return json.dumps(given).encode()
 
 
-def _check_own_certificate(config: Config, process: str) -> None:
+def check_own_certificate(config: Config, setting: str, process: str) -> None:
+    """Raises ConfigError where that setting needs a certificate of this process, and it has none."""
     from moonpool.core.service.http_tls import check_private_key, wrong
 
     cluster = config.cluster
     if not cluster.tls_cert or not cluster.tls_key:
         missing = "cluster.tls_key" if cluster.tls_cert else "cluster.tls_cert"
+        value = getattr(cluster, setting)
         raise wrong(
-            f'cluster.tls_control is "{cluster.tls_control}" and {process} has no certificate to show; set '
+            f'cluster.{setting} is "{value}" and {process} has no certificate to show; set '
             f"cluster.tls_cert and cluster.tls_key",
             missing,
         )

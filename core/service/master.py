@@ -30,6 +30,7 @@ from moonpool.core.service import audit
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_server
+from moonpool.core.service.data_tls import pool_tls
 from moonpool.core.service.election import TIMEOUT_S, Ballot, Election, Seat
 from moonpool.core.service.etcd import etcd_of
 from moonpool.core.service.http_tls import followed_context
@@ -259,7 +260,7 @@ class Master(ServiceProcess["_native.MasterServer"]):
                     namespace=space.namespace,
                     fingerprint=space.fingerprint,
                     token=self._token,
-                    tls=control_client(self.config),
+                    tls=pool_tls(self.config),
                 ) as store:
                     return ask(store)
             except Error as error:

@@ -33,6 +33,7 @@ from moonpool.core.errors import ConfigError, InvalidArgument, Unavailable
 from moonpool.core.service.address_space import check_address_space
 from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_settings
+from moonpool.core.service.data_tls import data_server, pool_tls
 from moonpool.core.service.drain import Drain, DrainProgress, DrainRequest
 from moonpool.core.service.http_tls import followed_context
 from moonpool.core.service.kv_event_publisher import KvEventPublisher
@@ -92,6 +93,7 @@ def native_server(
             ssd=ssd_directories(config),
             events=publishes_events(config),
             tls=control_client(config),
+            data_tls=data_server(config),
             size_option=size_option,
             salts={} if tenants is None else salts_of(tenants.rows),
         )
@@ -328,6 +330,7 @@ class Node(ServiceProcess["_native.Server"]):
             drain.stop()
 
     def _client_of_own(self, tenant: str, namespace: str, fingerprint: bytes) -> _native.Client:
+        tls = pool_tls(self.config)
         client: _native.Client = native_core("node").Client(
             str(self.socket),
             self._token,
@@ -335,7 +338,8 @@ class Node(ServiceProcess["_native.Server"]):
             namespace,
             fingerprint,
             timeout_s=DRAIN_TIMEOUT_S,
-            tls=control_client(self.config),
+            tls=tls.control,
+            data_tls=tls.data,
         )
         client.connect()
         return client

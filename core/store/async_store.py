@@ -42,7 +42,7 @@ from moonpool.core.store.types import (
 )
 
 if TYPE_CHECKING:
-    from moonpool import _native
+    from moonpool.core.service.data_tls import PoolTls
 
 
 class AsyncStore:
@@ -60,7 +60,7 @@ class AsyncStore:
         fingerprint: bytes = b"",
         embedded: int | str | None = None,
         token: bytes | None = None,
-        tls: _native.TlsClient | None = None,
+        tls: PoolTls | None = None,
         timeout_s: float = 2.0,
     ) -> None:
         self._arguments = (node, tenant, namespace, fingerprint, embedded, token, tls, timeout_s)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from moonpool import _native
+    from moonpool.core.service.data_tls import PoolTls
 
 NAME_BYTES_MAX = 255
 REPLICAS_MAX = 16
@@ -80,12 +81,12 @@ def open_client(
     fingerprint: bytes,
     embedded: int | str | None,
     token: bytes | None,
-    tls: _native.TlsClient | None,
+    tls: PoolTls | None,
     timeout_s: float,
 ) -> tuple[_native.Client, _native.Server | None]:
     """A connected native client, and the node that it embeds if any. Raises Unavailable or AuthError."""
     from moonpool import _native
-    from moonpool.core.service.control_tls import control_client_of
+    from moonpool.core.service.data_tls import PoolTls, pool_tls_of
 
     check_timeout(timeout_s, "connect")
     check_names(tenant=tenant, namespace=namespace)
@@ -102,9 +103,11 @@ def open_client(
     socket_path = str(paths.default_node_socket()) if node is None else node
     if token is None:
         token = paths.client_token(socket_path)
-    if tls is None and server is None:
-        tls = control_client_of(socket_path)
-    client = _native.Client(socket_path, token, tenant, namespace, fingerprint, timeout_s, server, tls)
+    if tls is None:
+        tls = PoolTls() if server is not None else pool_tls_of(socket_path)
+    client = _native.Client(
+        socket_path, token, tenant, namespace, fingerprint, timeout_s, server, tls.control, tls.data
+    )
     try:
         client.connect()
     except Exception:
@@ -203,8 +206,8 @@ class Store:
     with it.
     token:      the cluster token, or a key of the tenant; None: the configured one of these, else the token
     beside the socket.
-    tls:        how the pool's master is dialled (core.service.control_tls.control_client); None: as the
-    environment says, else as the node wrote beside its socket, else in plain.
+    tls:        how the pool's master and nodes of other hosts are dialled (core.service.data_tls.pool_tls);
+    None: as the environment says, else as the node wrote beside its socket, else in plain.
     timeout_s:  the longest wait without progress.
 
     Raises Unavailable when there is no node, AuthError when the token or the tenant is wrong.
@@ -224,7 +227,7 @@ class Store:
         fingerprint: bytes = b"",
         embedded: int | str | None = None,
         token: bytes | None = None,
-        tls: _native.TlsClient | None = None,
+        tls: PoolTls | None = None,
         timeout_s: float = 2.0,
     ) -> None:
         self._client, self._server = open_client(

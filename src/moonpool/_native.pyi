@@ -9,19 +9,19 @@ import typing_extensions
 __all__: list[str] = ['AcceptQueue', 'ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'CardMemory', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'OutgoingObjects', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
-    What a master shows, and whom it trusts.
+    What a master or a node shows, and whom it trusts.
     """
-    def __init__(self, cert: str, key: str, ca: str = '') -> None:
+    def __init__(self, cert: str, key: str, ca: str = '', *, data: bool = False) -> None:
         """
-        Paths of PEM files. ca: callers must show a certificate that it vouches for; empty: none.
+        Paths of PEM files. ca: callers must show a certificate that it vouches for; empty: none. data: it is a node's port, as sentences say.
         """
 class TlsClient:
     """
-    How a master is dialled by TLS.
+    How a master or a node is dialled by TLS.
     """
-    def __init__(self, ca: str = '', name: str = '', cert: str = '', key: str = '') -> None:
+    def __init__(self, ca: str = '', name: str = '', cert: str = '', key: str = '', *, data: bool = False) -> None:
         """
-        Paths of PEM files. ca empty: the system's authorities. name: that the master's certificate must have; empty: the host that is dialled. cert and key: what is shown to it.
+        Paths of PEM files. ca empty: the system's authorities. name: that the other side's certificate must have; empty: the host that is dialled. cert and key: what is shown to it. data: nodes are dialled, as sentences say.
         """
 class AcceptQueue:
     """
@@ -64,7 +64,7 @@ class Server:
     @staticmethod
     def setting_names() -> list[str]:
         ...
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, settings: dict, *, name: str = 'default', listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], events: bool = False, tls: TlsClient | None = None, size_option: str = '--dram ', memory_root: str = '', salts: collections.abc.Mapping[str, str] = {}) -> None:
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, settings: dict, *, name: str = 'default', listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], events: bool = False, tls: TlsClient | None = None, size_option: str = '--dram ', memory_root: str = '', salts: collections.abc.Mapping[str, str] = {}, data_tls: TlsServer | None = None) -> None:
         """
         settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant.
         """
@@ -180,8 +180,10 @@ class Client:
     """
     One process's access to one node, in one space.
     """
-    def __init__(self, socket_path: str, token: bytes, tenant: str = 'default', namespace: str = 'default', fingerprint: bytes = b'', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 2.0, embedded: typing.Any = None, tls: TlsClient | None = None) -> None:
-        ...
+    def __init__(self, socket_path: str, token: bytes, tenant: str = 'default', namespace: str = 'default', fingerprint: bytes = b'', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 2.0, embedded: typing.Any = None, tls: TlsClient | None = None, data_tls: TlsClient | None = None) -> None:
+        """
+        tls: to the pool's master. data_tls: to nodes of other hosts. None: in plain.
+        """
     def close(self) -> None:
         ...
     def connect(self) -> None:

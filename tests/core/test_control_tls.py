@@ -45,53 +45,11 @@ from ..launch.hosts import TWO_HOSTS
 from ..launch.up_bed import Command
 from .master_bed import MasterProcess, environment
 from .store_bed import MIB, TOKEN, until
-from .tls_bed import control, made, pem, variables
+from .tls_bed import MAGIC, Sniffer, control, made, pem, variables
 
 __all__ = ["control", "pem"]
 
 START_S = 60.0
-MAGIC = b"MPL1"
-
-
-class Sniffer:
-    """Forwards TCP connections to ``target`` and keeps all that passes."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.up, self.down = bytearray(), bytearray()
-        self._sockets: list[socket.socket] = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def passed(self) -> bytes:
-        return bytes(self.up) + bytes(self.down)
-
-    def close(self) -> None:
-        for sock in self._sockets:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-
-    def _accept(self) -> None:
-        host, _, port = self._target.rpartition(":")
-        while True:
-            try:
-                caller, _ = self._listener.accept()
-                callee = socket.create_connection((host, int(port)), 10)
-            except OSError:
-                return
-            self._sockets += [caller, callee]
-            for source, sink, seen in ((caller, callee, self.up), (callee, caller, self.down)):
-                threading.Thread(target=self._forward, args=(source, sink, seen), daemon=True).start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket, seen: bytearray) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                seen += data
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
 
 
 class NodeCommand:

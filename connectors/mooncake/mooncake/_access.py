@@ -25,7 +25,8 @@ from moonpool.core.config.config import Config, load
 from moonpool.core.config.units import parse_size
 from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
-from moonpool.core.service.control_tls import control_client, control_settings
+from moonpool.core.service.control_tls import control_settings
+from moonpool.core.service.data_tls import pool_tls
 from moonpool.core.service.listen_addresses import NodeAddresses, host_id, master_text, node_addresses
 from moonpool.core.service.node_socket import Claim
 from moonpool.core.service.tenant_keys import TenantKeys, tenants_of
@@ -162,7 +163,7 @@ class Access(ABC):
         self.token = config.read_token()
         self.space = Space(tenant=settings.tenant, namespace=NAMESPACE)
         self.host_id = host_id()
-        self._tls = control_client(config)
+        self._tls = pool_tls(config)
         self._master: _native.DirectoryClient | None = None
         self._store: Store | None = None
         self._lock = threading.Lock()
@@ -190,7 +191,7 @@ class Access(ABC):
         with self._lock:
             if self._master is None:
                 self._master = _native.DirectoryClient(
-                    master_text(self.config), self.token, tenant=self.space.tenant, tls=self._tls
+                    master_text(self.config), self.token, tenant=self.space.tenant, tls=self._tls.control
                 )
             return self._master
 

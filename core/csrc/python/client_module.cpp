@@ -25,7 +25,8 @@ namespace moonpool::python {
 
 PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string tenant,
                    std::string name_space, const py::bytes& fingerprint, double timeout_s,
-                   const py::object& embedded, std::optional<std::shared_ptr<TlsClient>> tls) {
+                   const py::object& embedded, std::optional<std::shared_ptr<TlsClient>> tls,
+                   std::optional<std::shared_ptr<TlsClient>> data_tls) {
     ClientOptions options;
     // One argument for both kinds of addresses, as users write them: a path, or tcp://HOST:PORT.
     constexpr std::string_view kTcp = "tcp://";
@@ -41,6 +42,7 @@ PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string 
     options.fingerprint = std::string(fingerprint);
     options.timeout_ms = milliseconds(timeout_s);
     options.tls = tls.value_or(nullptr);
+    options.data_tls = data_tls.value_or(nullptr);
     // A node in this process: the connection is a socket pair that the node makes. keep_alive below keeps
     // the Python object of the node for as long as the client.
     if (!embedded.is_none()) {
@@ -296,11 +298,13 @@ void bind_client(py::module_& m) {
 
     py::class_<PyClient>(m, "Client", "One process's access to one node, in one space.")
         .def(py::init<std::string, const py::bytes&, std::string, std::string, const py::bytes&, double,
-                      const py::object&, std::optional<std::shared_ptr<TlsClient>>>(),
+                      const py::object&, std::optional<std::shared_ptr<TlsClient>>,
+                      std::optional<std::shared_ptr<TlsClient>>>(),
              py::arg("socket_path"), py::arg("token"), py::arg("tenant") = "default",
              py::arg("namespace") = "default", py::arg("fingerprint") = py::bytes(),
              py::arg("timeout_s") = 2.0, py::arg("embedded") = py::none(), py::arg("tls") = py::none(),
-             py::keep_alive<1, 8>())
+             py::arg("data_tls") = py::none(), py::keep_alive<1, 8>(),
+             "tls: to the pool's master. data_tls: to nodes of other hosts. None: in plain.")
         .def("connect", &PyClient::connect)
         .def_property_readonly("connected", &PyClient::connected)
         .def_property_readonly("incarnation", &PyClient::incarnation,

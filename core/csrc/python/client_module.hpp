@@ -22,7 +22,8 @@ class PyClient {
    public:
     PyClient(std::string socket_path, const py::bytes& token, std::string tenant, std::string name_space,
              const py::bytes& fingerprint, double timeout_s, const py::object& embedded,
-             std::optional<std::shared_ptr<TlsClient>> tls);
+             std::optional<std::shared_ptr<TlsClient>> tls,
+             std::optional<std::shared_ptr<TlsClient>> data_tls);
     void connect();
     bool connected();
     py::bytes incarnation();

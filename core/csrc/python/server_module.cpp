@@ -74,7 +74,8 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
                    std::vector<std::string> listen, std::string host_id, std::string advertise,
                    std::string master, const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
                    std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option,
-                   std::string memory_root, const std::map<std::string, std::string>& salts)
+                   std::string memory_root, const std::map<std::string, std::string>& salts,
+                   std::optional<std::shared_ptr<TlsServer>> data_tls)
     : name_(std::move(name)) {
     NodeSettings filled;
     SettingValues given(settings, "node");
@@ -97,6 +98,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.cluster.host_id = std::move(host_id);
     options.cluster.address = std::move(advertise);
     options.cluster.tls = tls.value_or(nullptr);
+    options.data_tls = data_tls.value_or(nullptr);
     options.ssd.directories = ssd;
     options.events = events;
     options.size_option = std::move(size_option);
@@ -286,13 +288,13 @@ void bind_server(py::module_& m) {
                       const py::dict&, std::string, std::vector<std::string>, std::string, std::string,
                       std::string, const std::vector<std::pair<std::string, uint64_t>>&, bool,
                       std::optional<std::shared_ptr<TlsClient>>, std::string, std::string,
-                      const std::map<std::string, std::string>&>(),
+                      const std::map<std::string, std::string>&, std::optional<std::shared_ptr<TlsServer>>>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::arg("settings"), py::kw_only(),
              py::arg("name") = "default", py::arg("listen") = std::vector<std::string>(),
              py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "",
              py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(), py::arg("events") = false,
              py::arg("tls") = py::none(), py::arg("size_option") = "--dram ", py::arg("memory_root") = "",
-             py::arg("salts") = std::map<std::string, std::string>(),
+             py::arg("salts") = std::map<std::string, std::string>(), py::arg("data_tls") = py::none(),
              "settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant.")
         .def_static("setting_names", &node_setting_names)
         .def("set_tenants", &PyServer::set_tenants, py::arg("rows"),

@@ -23,7 +23,8 @@ class PyServer {
              std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master,
              const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
              std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option, std::string memory_root,
-             const std::map<std::string, std::string>& salts);
+             const std::map<std::string, std::string>& salts,
+             std::optional<std::shared_ptr<TlsServer>> data_tls);
     void tell_event_endpoints(std::string events, std::string replay);
     void set_tenants(const std::vector<TenantKeyRow>& rows);
     void start();

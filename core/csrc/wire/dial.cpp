@@ -132,6 +132,7 @@ class Handshake {
     // To what was said inside TLS there came a frame.
     Error answered_in_plain() {
         // Nothing of the answer was read by TLS, so it can be read as a frame from its first byte.
+        const std::string setting = tls_->use().setting;
         tls_ = nullptr;
         FrameHeader header;
         std::vector<std::byte> body;
@@ -141,10 +142,8 @@ class Handshake {
             return Error{Code::kUnavailable,
                          peer_ + " gave up before it heard from here (" + read_error(reader).text + ")"};
         }
-        return Error{Code::kProtocol,
-                     peer_ +
-                         " does not speak TLS, and this process must; set cluster.tls_control there, or "
-                         "set it to \"off\" here"};
+        return Error{Code::kProtocol, peer_ + " does not speak TLS, and this process must; set " + setting +
+                                          " there, or set it to \"off\" here"};
     }
     // Every wait of the handshake is this one, so that the deadline and `given_up` hold for each.
     Status wait(short events) {

@@ -340,10 +340,11 @@ void Listener::note(Level level, const char* kind, const PendingConnection& pend
 }
 
 bool Listener::refuse_plain(PendingConnection& pending) {
+    const std::string setting = pending.tls->use().setting;
     pending.tls.reset();
     return refuse(pending, Code::kProtocol,
-                  "this port speaks TLS only; set cluster.tls_control, and cluster.tls_ca to the authorities "
-                  "that vouch for it");
+                  "this port speaks TLS only; set " + setting +
+                      ", and cluster.tls_ca to the authorities that vouch for it");
 }
 
 // What was said last still has to arrive.

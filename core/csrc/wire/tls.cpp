@@ -6,7 +6,8 @@
 // examined, or an error of another connection on this thread would be taken for this one's.
 //
 // The state of a record being read: have_ counts the bytes of it that have been given to in_, header
-// included; header_ holds its first five bytes, whose last two are the length. 0 between two records.
+// included; header_ holds its first five bytes, whose last two are the length. Between two records it counts
+// what came of the next one's header along with the first.
 #include "wire/tls.hpp"
 
 #include <arpa/inet.h>
@@ -37,7 +38,8 @@ constexpr unsigned long kAlert = 1000;  // a reason above it is an alert of the 
 // More than any cipher adds to a record; a length beyond it is no TLS.
 constexpr size_t kRecordOverheadMax = 2048;
 constexpr uint8_t kTlsAlert = 21;
-constexpr size_t kKeptBytes = 4096;   // of a buffer that is not in use
+constexpr size_t kKeptBytes = 4096;                 // of a buffer that is not in use
+constexpr size_t kSendBytes = 8 * kTlsRecordBytes;  // are encrypted, then the socket gets them
 constexpr int kEmptyRecordsMax = 16;  // in one call, without a byte for the caller: others wait meanwhile
 
 // Of RFC 7301: names with their length before them.
@@ -176,31 +178,38 @@ ssize_t TlsStream::read_record(int fd) {
         }
         spoke_ = true;
     }
-    std::byte piece[kTlsRecordBytes + kRecordOverheadMax];
+    constexpr size_t kHeader = std::tuple_size_v<decltype(header_)>;
+    std::byte piece[kTlsRecordBytes + kRecordOverheadMax + kHeader];
     for (;;) {
-        // Never more than the rest of this one record: what follows stays in the socket, where a poll sees
-        // it.
-        bool in_header = have_ < header_.size();
+        // Never more than the rest of this one record, and the header of the next, whose text then still lies
+        // in the socket, where a poll sees it, or has yet to come.
+        bool in_header = have_ < kHeader;
         size_t length = size_t{header_[3]} << 8 | header_[4];
-        if (!in_header && length > sizeof(piece)) {
+        if (!in_header && length > kTlsRecordBytes + kRecordOverheadMax) {
             errno = EPROTO;
             return -1;
         }
-        size_t want = header_.size() + (in_header ? 0 : length) - have_;
-        if (want == 0) {
+        size_t missing = kHeader + (in_header ? 0 : length) - have_;
+        if (missing == 0) {  // a record without text
             have_ = 0;
             return 1;
         }
-        ssize_t n = ::recv(fd, piece, want, MSG_DONTWAIT);
+        ssize_t n = ::recv(fd, piece, in_header ? missing : missing + kHeader, MSG_DONTWAIT);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return n;
         auto got = static_cast<size_t>(n);
-        if (in_header) std::memcpy(header_.data() + have_, piece, got);
-        have_ += got;
         if (lib_.BIO_write(in_, piece, static_cast<int>(n)) != n) {
             errno = ENOMEM;
             return -1;
         }
+        if (in_header || got < missing) {
+            if (in_header) std::memcpy(header_.data() + have_, piece, got);
+            have_ += got;
+            continue;
+        }
+        have_ = got - missing;
+        std::memcpy(header_.data(), piece + missing, have_);
+        return 1;
     }
 }
 
@@ -262,43 +271,83 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
 }
 
 ssize_t TlsStream::send(int fd, const void* data, size_t size) {
-    if (!flush(fd)) return -1;
-    lib_.ERR_clear_error();
-    // At most one record a call. A memory BIO takes all of it, so there is no partial write to repeat.
-    int n = lib_.SSL_write(ssl_, data, static_cast<int>(std::min(size, kTlsRecordBytes)));
-    if (n <= 0) {
-        fail();
-        return -1;
+    iovec part{const_cast<void*>(data), std::min(size, kTlsRecordBytes)};
+    return send(fd, &part, 1);
+}
+
+ssize_t TlsStream::receive(int fd, const iovec* parts, size_t n) {
+    ssize_t all = 0;
+    for (size_t i = 0; i < n; ++i) {
+        auto* at = static_cast<std::byte*>(parts[i].iov_base);
+        for (size_t left = parts[i].iov_len; left != 0;) {
+            ssize_t got = receive(fd, at, left);
+            if (got <= 0) return all != 0 ? all : got;
+            at += got;
+            left -= static_cast<size_t>(got);
+            all += got;
+        }
     }
-    if (!flush(fd) && errno != EAGAIN) return -1;
-    return n;
+    return all;
+}
+
+// Several records go to the socket at once: the other side is woken once for them. A memory BIO takes all of
+// a write, so there is no partial one to repeat.
+ssize_t TlsStream::send(int fd, const iovec* parts, size_t n) {
+    if (!flush(fd)) return -1;
+    ssize_t all = 0;
+    size_t batch = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const auto* at = static_cast<const std::byte*>(parts[i].iov_base);
+        for (size_t left = parts[i].iov_len; left != 0;) {
+            lib_.ERR_clear_error();
+            int took = lib_.SSL_write(ssl_, at, static_cast<int>(std::min(left, kTlsRecordBytes)));
+            if (took <= 0) {
+                fail();
+                return all != 0 ? all : -1;
+            }
+            at += took;
+            left -= static_cast<size_t>(took);
+            all += took;
+            batch += static_cast<size_t>(took);
+            if (batch < kSendBytes) continue;
+            batch = 0;
+            if (!flush(fd)) return errno == EAGAIN ? all : -1;
+        }
+    }
+    if (batch != 0 && !flush(fd) && errno != EAGAIN) return -1;
+    return all;
 }
 
 // sending_ holds what was taken from out_; sent_ is how much of it the socket has. False with EAGAIN: the
 // rest goes with the next call.
 bool TlsStream::flush(int fd) {
     for (;;) {
-        while (sent_ < sending_.size()) {
+        while (sent_ < sending_bytes_) {
             ssize_t n =
-                ::send(fd, sending_.data() + sent_, sending_.size() - sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+                ::send(fd, sending_.get() + sent_, sending_bytes_ - sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
             if (n < 0 && errno == EINTR) continue;
             if (n < 0) return false;
             sent_ += static_cast<size_t>(n);
         }
         size_t waiting = lib_.BIO_ctrl_pending(out_);
-        sent_ = 0;
+        sent_ = sending_bytes_ = 0;
         if (waiting == 0) {
-            if (sending_.capacity() > kKeptBytes) decltype(sending_)().swap(sending_);
-            sending_.clear();
+            if (sending_room_ > kKeptBytes) {
+                sending_.reset();
+                sending_room_ = 0;
+            }
             return true;
         }
-        sending_.resize(waiting);
-        int n = lib_.BIO_read(out_, sending_.data(), static_cast<int>(waiting));
-        sending_.resize(static_cast<size_t>(std::max(n, 0)));
+        if (waiting > sending_room_) {
+            sending_ = std::make_unique_for_overwrite<std::byte[]>(waiting);
+            sending_room_ = waiting;
+        }
+        int n = lib_.BIO_read(out_, sending_.get(), static_cast<int>(waiting));
+        sending_bytes_ = static_cast<size_t>(std::max(n, 0));
     }
 }
 
-size_t TlsStream::unsent_bytes() const { return sending_.size() - sent_ + lib_.BIO_ctrl_pending(out_); }
+size_t TlsStream::unsent_bytes() const { return sending_bytes_ - sent_ + lib_.BIO_ctrl_pending(out_); }
 
 void TlsStream::end(int fd) {
     lib_.ERR_clear_error();

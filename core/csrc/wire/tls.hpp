@@ -1,4 +1,4 @@
-// TLS for connections of control and of HTTP, by the OpenSSL of the system: libssl and libcrypto (3,
+// TLS for connections of control, of data and of HTTP, by the OpenSSL of the system: libssl and libcrypto (3,
 // or 1.1.1) are opened when the first context is made, never before, and need not be there where no context
 // is made.
 //
@@ -8,11 +8,12 @@
 // SIGPIPE: OpenSSL sees memory only, and what goes to the socket goes by send(MSG_NOSIGNAL). One thread at a
 // time.
 //
-// Exactly one record is read from the socket at a time. So nothing that a poll of the socket could not tell
-// is left inside after a receive() into kTlsRecordBytes or more.
+// One record is read from the socket at a time, and at most the header of the next. So nothing that a poll of
+// the socket could not tell is left inside after a receive() into kTlsRecordBytes or more.
 #pragma once
 
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include <array>
 #include <cstddef>
@@ -47,6 +48,10 @@ class TlsStream {
     // send() may keep what it took: until flush() has given it to the socket, unsent() is true.
     ssize_t receive(int fd, void* data, size_t size);
     ssize_t send(int fd, const void* data, size_t size);
+    // Of several ranges: as much as is there, or as the socket takes. What failed behind some bytes fails
+    // with the next call.
+    ssize_t receive(int fd, const iovec* parts, size_t n);
+    ssize_t send(int fd, const iovec* parts, size_t n);
     bool flush(int fd);  // false: errno says why, EAGAIN when the socket has no room
     bool unsent() const { return unsent_bytes() != 0; }
     size_t unsent_bytes() const;
@@ -61,6 +66,7 @@ class TlsStream {
     bool heard() const { return spoke_; }  // anything of the other side
     // What came first is no TLS; none of it was read.
     bool not_tls() const { return not_tls_; }
+    const TlsUse& use() const { return use_; }
     // The other side's certificate is not acceptable.
     bool untrusted() const { return verify_result_ != 0; }
     // Why it failed, in one sentence with the remedy.
@@ -87,7 +93,8 @@ class TlsStream {
     bool not_tls_ = false;
     bool ended_ = false;
     bool ended_well_ = false;
-    std::vector<std::byte> sending_;  // out of out_, on its way to the socket
+    std::unique_ptr<std::byte[]> sending_;  // out of out_, on its way to the socket
+    size_t sending_room_ = 0, sending_bytes_ = 0;
     size_t sent_ = 0;
     long verify_result_ = 0;
     unsigned long reason_ = 0;  // OpenSSL's

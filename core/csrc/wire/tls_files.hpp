@@ -27,7 +27,8 @@ struct TlsUse {
     // Remedies behind ';' or a word, of a peer's certificate that has expired, of one for another name, of an
     // own one that the peer does not accept.
     const char *expired, *misnamed, *unaccepted;
-    bool http = false;  // HTTP/1.1, which the two sides agree on (ALPN)
+    bool http = false;                            // HTTP/1.1, which the two sides agree on (ALPN)
+    const char* setting = "cluster.tls_control";  // which turns it on
 };
 
 inline constexpr TlsUse kControlTls{
@@ -38,6 +39,17 @@ inline constexpr TlsUse kControlTls{
     ", or set cluster.tls_name to one",
     "set cluster.tls_control = \"mutual\" and cluster.tls_cert and tls_key to one that its cluster.tls_ca "
     "vouches for"};
+
+inline constexpr TlsUse kDataTls{"cluster.tls_cert",
+                                 "cluster.tls_key",
+                                 "cluster.tls_ca",
+                                 "make a new one (cluster.tls_cert there)",
+                                 ", or set cluster.tls_data_name to one",
+                                 "set cluster.tls_data = \"mutual\" and cluster.tls_cert and tls_key to one "
+                                 "that its cluster.tls_ca vouches "
+                                 "for",
+                                 false,
+                                 "cluster.tls_data"};
 
 // Paths of PEM files.
 struct TlsFiles {

@@ -204,13 +204,13 @@ def _open(
 ) -> Store:
     from moonpool.core.config import paths
     from moonpool.core.config.config import load
-    from moonpool.core.service.control_tls import control_client_for
+    from moonpool.core.service.data_tls import pool_tls_for
     from moonpool.core.store.store import Store
 
     settings = load(config, arguments={"cluster.token_file": None if token_file is None else str(token_file)})
     if node is not None and "/" not in node:
         node = str(paths.node_socket(node))
-    token, tls = settings.client_token(node or ""), control_client_for(settings, node or "")
+    token, tls = settings.client_token(node or ""), pool_tls_for(settings, node or "")
     return Store(node, tenant=tenant, namespace=namespace, token=token, tls=tls)
 
 

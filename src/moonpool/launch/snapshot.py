@@ -17,6 +17,7 @@ from moonpool.core.errors import ConfigError, Error, Unavailable
 from moonpool.core.printable import printable_all
 from moonpool.core.service.cluster import Cluster, MasterRow, read_cluster, read_masters
 from moonpool.core.service.control_tls import control_client_for
+from moonpool.core.service.data_tls import pool_tls_for
 from moonpool.core.service.http_get import get_json
 from moonpool.core.service.http_tls import client_context, own_proxy_context, own_proxy_url, scheme
 from moonpool.core.service.listen_addresses import master_text
@@ -195,8 +196,8 @@ def _node(config: Config, url: str, socket: str, timeout_s: float) -> dict[str, 
         pass
     from moonpool.core.store.store import Store
 
-    token, control = config.client_token(socket), control_client_for(config, socket)
-    with Store(socket or None, token=token, tls=control, timeout_s=timeout_s) as store:
+    token, pool = config.client_token(socket), pool_tls_for(config, socket)
+    with Store(socket or None, token=token, tls=pool, timeout_s=timeout_s) as store:
         path = os.path.realpath(socket or paths.default_node_socket())
         name = Path(path).name.removeprefix("node-").removesuffix(".sock")
         return {"name": name, "socket": path, "metrics": store.stat()}

@@ -47,21 +47,20 @@ constexpr std::chrono::microseconds kSpin{50};
 // meanwhile: a caller that polls for them burns a core that the other side, or an engine, could have.
 constexpr uint64_t kSpinBytesMax = 128u << 10;
 
-// Receives, without sleeping at first when what comes is `near`; the result of recvmsg.
-ssize_t receive_some(int fd, iovec* parts, size_t n_parts, bool near) {
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = n_parts;
+// Attempts to receive for a while, without sleeping. -1, and EAGAIN: nothing came.
+template <class Attempt>
+ssize_t spin(const Attempt& attempt) {
     static const bool alone = std::thread::hardware_concurrency() < 2;
-    if (near && !alone) {
-        auto end = std::chrono::steady_clock::now() + kSpin;
-        do {
-            ssize_t n = ::recvmsg(fd, &message, MSG_DONTWAIT);
-            if (n >= 0 || errno != EAGAIN) return n;
-            ::sched_yield();  // the node may wait for this very core
-        } while (std::chrono::steady_clock::now() < end);
-    }
-    return ::recvmsg(fd, &message, 0);
+    errno = EAGAIN;
+    if (alone) return -1;
+    auto end = std::chrono::steady_clock::now() + kSpin;
+    do {
+        ssize_t n = attempt();
+        if (n >= 0 || errno != EAGAIN) return n;
+        ::sched_yield();  // the node may wait for this very core
+    } while (std::chrono::steady_clock::now() < end);
+    errno = EAGAIN;
+    return -1;
 }
 
 // A call that a signal breaks off waits the socket's whole timeout anew: many of them, as a profiler's, would
@@ -192,12 +191,14 @@ Status Session::lost(Error error) {
 }
 
 Status Session::send_failed() {
+    if (tls_ != nullptr && errno == EPROTO) return lost(tls_->error(peer_));
     if (errno == EAGAIN) return lost({Code::kTimeout, peer_ + " took no bytes in time"});
     return lost({Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)});
 }
 
 Status Session::receive_failed(ssize_t n) {
     if (n == 0) return lost({Code::kUnavailable, peer_ + " closed the connection"});
+    if (tls_ != nullptr && errno == EPROTO) return lost(tls_->error(peer_));
     if (errno == EAGAIN) return lost({Code::kTimeout, peer_ + " did not answer in time"});
     return lost({Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)});
 }
@@ -214,13 +215,64 @@ Status Session::wait(short events) {
     return success();
 }
 
+bool Session::ready(short events) {
+    pollfd waiting{fd_.get(), events, 0};
+    int n = ::poll(&waiting, 1, waits_ms_);
+    if (n == 0) errno = EAGAIN;
+    return n > 0;
+}
+
+// Without sleeping at first when what comes is `near`.
+ssize_t Session::receive_some(const iovec* parts, size_t n_parts, bool near) {
+    if (tls_ != nullptr) {
+        auto attempt = [&] { return tls_->receive(fd_.get(), parts, n_parts); };
+        ssize_t n = near ? spin(attempt) : attempt();
+        while (n < 0 && errno == EAGAIN && ready(POLLIN)) n = attempt();
+        return n;
+    }
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(parts);
+    message.msg_iovlen = n_parts;
+    if (near) {
+        ssize_t n = spin([&] { return ::recvmsg(fd_.get(), &message, MSG_DONTWAIT); });
+        if (n >= 0 || errno != EAGAIN) return n;
+    }
+    return ::recvmsg(fd_.get(), &message, 0);
+}
+
+ssize_t Session::send_some(const iovec* parts, size_t n_parts, bool wait) {
+    if (tls_ != nullptr) {
+        ssize_t n = tls_->send(fd_.get(), parts, n_parts);
+        while (n < 0 && errno == EAGAIN && wait && ready(POLLOUT)) n = tls_->send(fd_.get(), parts, n_parts);
+        return n;
+    }
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(parts);
+    message.msg_iovlen = n_parts;
+    return ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL | (wait ? 0 : MSG_DONTWAIT));
+}
+
+Status Session::flush_tls() {
+    Signals signals(fd_.get());
+    while (tls_ != nullptr && !tls_->flush(fd_.get())) {
+        if (errno != EAGAIN) return send_failed();
+        if (opening_) {
+            if (Status ready = wait(POLLOUT); !ready) return ready;
+        } else if (!ready(POLLOUT) && !signals.again()) {
+            return send_failed();
+        }
+    }
+    return success();
+}
+
 Status Session::send_all(const std::byte* data, size_t size) {
     Signals signals(fd_.get());
     while (size != 0) {
         if (opening_) {
             if (Status ready = wait(POLLOUT); !ready) return ready;
         }
-        ssize_t n = ::send(fd_.get(), data, size, MSG_NOSIGNAL | (opening_ ? MSG_DONTWAIT : 0));
+        iovec part{const_cast<std::byte*>(data), size};
+        ssize_t n = send_some(&part, 1, !opening_);
         if (n < 0) {
             if (opening_ ? errno == EINTR || errno == EAGAIN : signals.again()) continue;
             return send_failed();
@@ -229,7 +281,7 @@ Status Session::send_all(const std::byte* data, size_t size) {
         data += n;
         size -= static_cast<size_t>(n);
     }
-    return success();
+    return flush_tls();
 }
 
 Status Session::receive(void* data, size_t size) {
@@ -239,11 +291,14 @@ Status Session::receive(void* data, size_t size) {
         iovec part{at, size};
         ssize_t n;
         if (opening_) {
-            if (Status ready = wait(POLLIN); !ready) return ready;
-            n = ::recv(fd_.get(), at, size, MSG_DONTWAIT);
+            // Text that TLS has decrypted already would not wake the poll.
+            bool here = tls_ != nullptr && tls_->pending();
+            if (Status ready = here ? success() : wait(POLLIN); !ready) return ready;
+            n = tls_ != nullptr ? tls_->receive(fd_.get(), at, size)
+                                : ::recv(fd_.get(), at, size, MSG_DONTWAIT);
             if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
         } else {
-            n = receive_some(fd_.get(), &part, 1, near_);
+            n = receive_some(&part, 1, near_);
         }
         if (n < 0 && signals.again()) continue;
         bool waits = n < 0 && errno == EAGAIN && peer_took_some();
@@ -428,11 +483,12 @@ bool Session::drain(bool wait) {
     if (unsent_.empty()) return true;
     size_t sent = 0;
     if (!wait) {
-        ssize_t n = ::send(fd_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        iovec part{unsent_.data(), unsent_.size()};
+        ssize_t n = send_some(&part, 1, false);
         if (n <= 0) return false;
         sent = static_cast<size_t>(n);
     }
-    if (sent < unsent_.size() && !send_all(unsent_.data() + sent, unsent_.size() - sent)) return false;
+    if (!send_all(unsent_.data() + sent, unsent_.size() - sent)) return false;
     unsent_.clear();
     return true;
 }
@@ -525,7 +581,7 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
             parts[n] = iovec{to.data(), std::min(to.bytes, kPieceBytes - bytes)};
             bytes += parts[n].iov_len;
         }
-        ssize_t got = receive_some(fd_.get(), parts, n, near);
+        ssize_t got = receive_some(parts, n, near);
         if (got < 0 && signals.again()) continue;
         if (got <= 0) return receive_failed(got);
         signals.moved();
@@ -594,10 +650,7 @@ Status Session::send_parts(std::span<const MemoryRef> parts) {
             if (parts[i].bytes != skip) iov[n++] = iovec{parts[i].data() + skip, parts[i].bytes - skip};
         }
         if (n == 0) break;
-        msghdr message{};
-        message.msg_iov = iov;
-        message.msg_iovlen = n;
-        ssize_t sent = ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL);
+        ssize_t sent = send_some(iov, n, true);
         if (sent < 0) {
             if (signals.again()) continue;
             return send_failed();
@@ -616,7 +669,7 @@ Status Session::send_parts(std::span<const MemoryRef> parts) {
             done = 0;
         }
     }
-    return success();
+    return flush_tls();
 }
 
 bool Session::behind() {

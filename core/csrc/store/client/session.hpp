@@ -41,8 +41,9 @@ struct ClientOptions {
     std::string name_space = "default";
     std::string fingerprint;
     int timeout_ms = 2000;  // of a call's waits without progress, all together: see base/wait_budget.hpp
-    std::optional<Incarnation> incarnation{};  // of the node; another life of it is not taken
-    std::shared_ptr<const TlsClient> tls;  // to the node's master; null: plain. Nodes are spoken to in plain
+    std::optional<Incarnation> incarnation{};   // of the node; another life of it is not taken
+    std::shared_ptr<const TlsClient> tls;       // to the node's master; null: plain
+    std::shared_ptr<const TlsClient> data_tls;  // to nodes of other hosts; null: plain
 };
 
 // A connection to the Unix socket of a node of this host, before the handshake.
@@ -152,6 +153,12 @@ class Session {
     Status handshake(const std::string& secret, const std::string& tenant, SharedMemory& memory)
         REQUIRES(io_mutex_);
     Status wait(short events) REQUIRES(io_mutex_);
+    // As recvmsg(2) and sendmsg(2) on a socket that blocks for waits_ms_. TLS may keep a part of what was
+    // taken; flush_tls() waits until the socket has it.
+    ssize_t receive_some(const iovec* parts, size_t n, bool near) REQUIRES(io_mutex_);
+    ssize_t send_some(const iovec* parts, size_t n, bool wait) REQUIRES(io_mutex_);
+    Status flush_tls() REQUIRES(io_mutex_);
+    bool ready(short events) REQUIRES(io_mutex_);
     Status send_all(const std::byte* data, size_t size) REQUIRES(io_mutex_);
     Status send_parts(std::span<const MemoryRef> parts) REQUIRES(io_mutex_);
     Status receive(void* data, size_t size) REQUIRES(io_mutex_);
@@ -174,6 +181,7 @@ class Session {
 
     // Set while the session opens, on the one thread that knows it then; only read afterwards.
     Fd fd_;
+    std::unique_ptr<TlsStream> tls_;  // null: plain. With io_mutex_, once the session is open
     ClosedInChildren closed_in_children_{fd_};
     ForkGuard fork_;
     std::string peer_, node_name_, host_id_, address_, master_, salt_;

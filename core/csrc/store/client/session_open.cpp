@@ -137,9 +137,11 @@ Status Session::connect_remote(const ClientOptions& options) {
                    std::max(1, left_ms(opening_->end)),
                    ""};
     to.given_up = opening_->given_up;
+    to.tls = options.data_tls;
     Result<Dialed> dialed = moonpool::dial(to);
     if (!dialed) return dialed.error();
     fd_ = std::move(dialed->fd);
+    tls_ = std::move(dialed->tls);
     // See docs/design.md, Bytes over TCP.
     leave_bbr_when_near(fd_.get());
     peer_ = options.address;

@@ -31,9 +31,11 @@ Connection::Connection(Server& server, Fd fd, uint64_t now_ms)
       progress_ms_(now_ms),
       pace_(server.options_.limits, now_ms) {}
 
-Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool, const Access& access)
+Connection::Connection(Server& server, Fd fd, std::unique_ptr<TlsStream> tls, uint64_t now_ms, Pool& pool,
+                       const Access& access)
     : server_(server),
       fd_(std::move(fd)),
+      tls_(std::move(tls)),
       pool_(&pool),
       access_(access),
       nonce_(),
@@ -70,8 +72,10 @@ bool Connection::on_readable(uint64_t now_ms) {
     // Only the hang-up is of interest: bytes stay in the socket until the parked frame has been answered.
     if (parked_ != nullptr) return !hung_up();
     constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
-    constexpr size_t kRoomMin = 4096, kKeptMax = 64u << 10;
-    for (int round = 0; round < kRoundsMax; ++round) {
+    constexpr size_t kKeptMax = 64u << 10;
+    // Into less than a record TLS may leave text inside, of which epoll does not tell.
+    const size_t room_min = tls_ != nullptr ? kTlsRecordBytes : 4096;
+    for (int round = 0; round < kRoundsMax || (tls_ != nullptr && tls_->pending()); ++round) {
         if (put_ != nullptr) {
             uint64_t received = 0;
             if (!receive_put(received)) return false;
@@ -79,8 +83,9 @@ bool Connection::on_readable(uint64_t now_ms) {
             note_moved(received, now_ms);
             if (put_ != nullptr) continue;
         }
-        std::span<std::byte> room = in_.room(kRoomMin);
-        ssize_t n = ::recv(fd_.get(), room.data(), room.size(), 0);
+        std::span<std::byte> room = in_.room(room_min);
+        ssize_t n = tls_ != nullptr ? tls_->receive(fd_.get(), room.data(), room.size())
+                                    : ::recv(fd_.get(), room.data(), room.size(), 0);
         if (n == 0) return false;
         if (n < 0) {
             if (errno == EINTR) continue;
@@ -91,8 +96,8 @@ bool Connection::on_readable(uint64_t now_ms) {
         in_.received(static_cast<size_t>(n));
         if (!serve()) return false;
         if (parked_ != nullptr || ended_) break;
-        if (static_cast<size_t>(n) < room.size() || backlog() > server_.options_.limits.send_backlog_bytes)
-            break;
+        bool all = tls_ == nullptr && static_cast<size_t>(n) < room.size();
+        if (all || backlog() > server_.options_.limits.send_backlog_bytes) break;
     }
     in_.shrink(kKeptMax);
     return true;
@@ -406,7 +411,7 @@ bool Connection::on_tick(uint64_t now_ms) {
 bool Connection::flush() {
     constexpr uint64_t kTurnBytes = 1u << 20;  // then it is the turn of others
     uint64_t sent = 0;
-    bool alive = queue_.flush(fd_.get(), kTurnBytes, sent_pieces_, sent);
+    bool alive = queue_.flush(fd_.get(), tls_.get(), kTurnBytes, sent_pieces_, sent);
     sent_some_ |= sent != 0;
     // Without a look at the clock where the socket took all.
     if (sent != 0 && backlog() != 0) pace_.moved(sent, now_ms());
@@ -418,7 +423,7 @@ bool Connection::flush() {
 
 void Connection::want_events() {
     bool listens = backlog() <= server_.options_.limits.send_backlog_bytes && parked_ == nullptr;
-    uint32_t events = (backlog() != 0 ? EPOLLOUT : 0u) | (listens ? EPOLLIN : 0u);
+    uint32_t events = (unsent() ? EPOLLOUT : 0u) | (listens ? EPOLLIN : 0u);
     // A TCP client that leaves raises nothing else, and its pins and leases would stay.
     if (parked_ != nullptr) events |= EPOLLRDHUP;
     if (events == events_) return;

@@ -28,8 +28,9 @@ namespace moonpool {
 class Connection final : public EventHandler {
    public:
     Connection(Server& server, Fd fd, uint64_t now_ms);
-    // Over TCP: the listener has done the handshake.
-    Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool, const Access& access);
+    // Over TCP: the listener has done the handshake. tls: null: plain.
+    Connection(Server& server, Fd fd, std::unique_ptr<TlsStream> tls, uint64_t now_ms, Pool& pool,
+               const Access& access);
     ~Connection() override;
     Connection(const Connection&) = delete;
 
@@ -77,7 +78,7 @@ class Connection final : public EventHandler {
     bool on_readable(uint64_t now_ms);
     bool check_deadlines(uint64_t now_ms);
     void note_moved(uint64_t bytes, uint64_t now_ms);
-    bool is_inside() const { return put_ != nullptr || !in_.waiting().empty() || backlog() != 0; }
+    bool is_inside() const { return put_ != nullptr || !in_.waiting().empty() || unsent(); }
     bool flush();
     bool serve();
     bool parse_frames();
@@ -132,10 +133,12 @@ class Connection final : public EventHandler {
     bool malformed(const char* what);
     bool discard();
     uint64_t backlog() const { return queue_.backlog(); }
+    bool unsent() const { return backlog() != 0 || (tls_ != nullptr && tls_->unsent()); }
     void want_events();
 
     Server& server_;
     Fd fd_;
+    std::unique_ptr<TlsStream> tls_;  // null: plain
     ClosedInChildren closed_in_children_{fd_};
     Pool* pool_ = nullptr;
     Access access_;

@@ -137,7 +137,8 @@ bool Connection::receive_put(uint64_t& received) {
     iovec parts[32];
     size_t n_parts = put_->targets(parts, 32);
     if (n_parts != 0) {
-        ssize_t n = ::readv(fd_.get(), parts, static_cast<int>(n_parts));
+        ssize_t n = tls_ != nullptr ? tls_->receive(fd_.get(), parts, n_parts)
+                                    : ::readv(fd_.get(), parts, static_cast<int>(n_parts));
         if (n == 0) return false;
         if (n < 0) {
             if (errno == EINTR) return true;

@@ -57,15 +57,17 @@ void OutQueue::advance(uint64_t n, std::vector<OutPiece>& done) {
     }
 }
 
-bool OutQueue::flush(int fd, uint64_t max, std::vector<OutPiece>& done, uint64_t& moved) {
+bool OutQueue::flush(int fd, TlsStream* tls, uint64_t max, std::vector<OutPiece>& done, uint64_t& moved) {
     constexpr size_t kParts = 64;
     iovec parts[kParts];
     uint64_t sent = 0;
+    if (tls != nullptr && !tls->flush(fd)) return errno == EAGAIN;
     while (backlog() != 0 && sent < max) {
         msghdr message{};
         message.msg_iov = parts;
         message.msg_iovlen = gather(parts, kParts, max - sent);
-        ssize_t n = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t n = tls != nullptr ? tls->send(fd, parts, message.msg_iovlen)
+                                   : ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n < 0) {
             if (errno == EINTR) continue;
             return errno == EAGAIN;

@@ -12,6 +12,8 @@
 #include <deque>
 #include <vector>
 
+#include "wire/tls.hpp"
+
 namespace moonpool {
 
 struct OutPiece {
@@ -37,8 +39,9 @@ class OutQueue {
     void truncate(size_t size);
 
     // Sends what the socket takes without waiting, at most about `max` bytes. Pieces that are through are
-    // appended to `done`, and the bytes that went out added to `moved`. False: the connection is lost.
-    bool flush(int fd, uint64_t max, std::vector<OutPiece>& done, uint64_t& moved);
+    // appended to `done`, and the bytes that went out added to `moved`. tls: null: in plain; else it may keep
+    // up to a record that the socket did not take. False: the connection is lost.
+    bool flush(int fd, TlsStream* tls, uint64_t max, std::vector<OutPiece>& done, uint64_t& moved);
 
     const std::deque<OutPiece>& pieces() const { return pieces_; }
 

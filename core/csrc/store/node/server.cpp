@@ -152,7 +152,7 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     }
     if (o.listen.empty()) return server;
     // Bound here, so that a port in use is said before any memory is reserved.
-    ListenerOptions door{o.listen,         o.token,  server->incarnation_, o.limits, nullptr,
+    ListenerOptions door{o.listen,         o.token,  server->incarnation_, o.limits, o.data_tls,
                          server->journal_, o.tenants};
     Result<std::unique_ptr<Listener>> listener = Listener::create(std::move(door));
     if (!listener) return listener.error();
@@ -491,7 +491,7 @@ void Server::adopt(Fd fd) {
     }
     // An idle connection without proof makes room for the next one; proved clients keep theirs.
     if (unproved >= options_.limits.connections_unproved) drop(oldest_fd, true);
-    if (!has_room(fd.get(), false)) return;
+    if (!has_room(fd.get(), nullptr, false)) return;
     int key = fd.get();
     auto connection = std::make_shared<Connection>(*this, std::move(fd), now_ms());
     if (!loop_->add(key, Connection::kFirstEvents, connection))
@@ -504,7 +504,7 @@ void Server::adopt(Fd fd) {
 
 // Each kind has its own places: however many other hosts call, the engines of this one get in. Their limit
 // rises where it is too low.
-bool Server::has_room(int fd, bool remote) {
+bool Server::has_room(int fd, TlsStream* tls, bool remote) {
     size_t have = remote ? remote_connections_ : connections_.size() - remote_connections_;
     std::string limit;
     if (!remote) {
@@ -537,7 +537,8 @@ bool Server::has_room(int fd, bool remote) {
                        "a connection was refused: there are " + std::to_string(have) + ", " + limit);
         send_error(fd, Code::kTooLarge,
                    "the node already has " + std::to_string(have) + " connections of " +
-                       (remote ? "other hosts, " : "its host, ") + limit);
+                       (remote ? "other hosts, " : "its host, ") + limit,
+                   tls);
         return false;
     }
     metrics_.connections_total.fetch_add(1);
@@ -549,15 +550,17 @@ void Server::adopt_remote(AuthenticatedConnection caller) {
     // The listener has checked token and tenant, and has sent the welcome; the tenants' rows may have been
     // replaced since. Returning closes the socket.
     if (it == pools_.end() || !options_.tenants->stands(caller.tenant, caller.access) ||
-        !has_room(caller.fd.get(), true))
+        !has_room(caller.fd.get(), caller.tls.get(), true))
         return;
     int key = caller.fd.get();
-    auto connection =
-        std::make_shared<Connection>(*this, std::move(caller.fd), now_ms(), *it->second, caller.access);
+    bool more = caller.tls != nullptr && caller.tls->pending();
+    auto connection = std::make_shared<Connection>(*this, std::move(caller.fd), std::move(caller.tls),
+                                                   now_ms(), *it->second, caller.access);
     if (!loop_->add(key, Connection::kFirstEvents, connection))
         return count(metrics_.connections_closed_total);
-    connections_.emplace(key, std::move(connection));
+    connections_.emplace(key, connection);
     ++remote_connections_;
+    if (more) connection->on_events(EPOLLIN);  // of which no event will tell
 }
 
 // The connection that waited goes on; it may end with that.

@@ -44,13 +44,14 @@ struct ServerOptions {
     std::shared_ptr<TenantKeys> tenants = std::make_shared<TenantKeys>();  // keys beside the token
     std::vector<PoolOptions> pools;
     Limits limits;
-    uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub
-    std::vector<std::string> listen;           // TCP addresses, host:port; none: this host only
-    SsdOptions ssd;                            // no directories: none
-    bool events = false;                       // tell subscribers of blocks
-    ClusterOptions cluster;                    // its address: empty, or its port 0: as the first of `listen`
-    std::string size_option = "--dram ";       // how a user gives the arena's size; for the sentence
-    std::string memory_root;                   // a prefix of /proc and /sys, for tests
+    uint64_t scrub_bytes_per_s = 64ull << 20;             // 0: no scrub
+    std::vector<std::string> listen;                      // TCP addresses, host:port; none: this host only
+    std::shared_ptr<const TlsServer> data_tls = nullptr;  // their connections are inside TLS; null: plain
+    SsdOptions ssd;                                       // no directories: none
+    bool events = false;                                  // tell subscribers of blocks
+    ClusterOptions cluster;               // its address: empty, or its port 0: as the first of `listen`
+    std::string size_option = "--dram ";  // how a user gives the arena's size; for the sentence
+    std::string memory_root;              // a prefix of /proc and /sys, for tests
 };
 
 class Connection;
@@ -119,7 +120,7 @@ class Server {
     void accept_all(int listener);
     void adopt(Fd fd);
     void adopt_remote(AuthenticatedConnection caller);
-    bool has_room(int fd, bool remote);
+    bool has_room(int fd, TlsStream* tls, bool remote);
     void save_all();
     void write_welcome(Writer& w, Pool& pool, const Access& access) const;
     void end_withdrawn();
