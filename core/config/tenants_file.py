@@ -5,6 +5,10 @@
     role = "writer"            # reader, writer or admin
     keys = ["3f9c..."]         # one, or two while one replaces the other; 16 to 1,024 visible ASCII letters
     salt = "a591..."           # of the hashes of its keys; the same in all rows of the tenant; default: none
+    dram_min = "4GiB"          # limits of the tenant at each node, in one of its rows; all are optional
+    dram_max = "16GiB"
+    ssd_max = "200GiB"
+    pins_max = "2GiB"
 
     reader   looks up and reads
     writer   also puts, replaces and removes by name
@@ -24,18 +28,41 @@ from typing import Annotated, Literal, NamedTuple, get_args
 import msgspec
 
 from moonpool.core.config.file_state import file_state
+from moonpool.core.config.units import format_size, parse_size
 from moonpool.core.errors import ConfigError
 
 TenantRole = Literal["reader", "writer", "admin"]
 ROLES: tuple[TenantRole, ...] = get_args(TenantRole)
 KEY_BYTES_MIN = 16  # one that is shorter can be guessed from one recorded handshake
 SETTING = "cluster.tenants_file"
+LIMITS = ("dram_min", "dram_max", "ssd_max", "pins_max")  # columns: sizes, as "4GiB" or a number of bytes
+DRAM_MAX_MIN = 2 << 20  # one piece of memory that moves, at a large node
 
 Key = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+\Z", max_length=1024)]
 
 
-class TenantRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row. name: printable ASCII without white space, as node.tenants has it."""
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant may have at each node, in bytes; None: no such limit.
+
+    dram_min: memory that is the tenant's own. dram_max: the most memory. ssd_max: the most of all
+    directories. pins_max: of objects that its clients have pinned at one time."""
+
+    dram_min: Bytes | None = None
+    dram_max: Bytes | None = None
+    ssd_max: Bytes | None = None
+    pins_max: Bytes | None = None
+
+    def given(self) -> dict[str, int]:
+        """Those that there are, by the name of the column."""
+        return {name: value for name in LIMITS if (value := getattr(self, name)) is not None}
+
+
+class TenantRow(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One row, with the limits that it names. name: printable ASCII without white space, as node.tenants has
+    it."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+\Z", max_length=255)]
     role: TenantRole
@@ -121,13 +148,34 @@ def native_rows(rows: Iterable[TenantRow]) -> list[tuple[str, str, list[str]]]:
     return [(row.name, row.role, list(row.keys)) for row in rows]
 
 
+def limits_of(rows: Iterable[TenantRow]) -> dict[str, TenantLimits]:
+    """The limits of each tenant that has some, from all of its rows."""
+    merged: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if given := row.given():
+            merged.setdefault(row.name, {}).update(given)
+    return {name: TenantLimits(**given) for name, given in merged.items()}
+
+
+NativeLimits = tuple[str, int | None, int | None, int | None, int | None]
+
+
+def native_limits(rows: Iterable[TenantRow]) -> list[NativeLimits]:
+    """As the nodes of the C++ core take them: (tenant, dram_min, dram_max, ssd_max, pins_max)."""
+    return [
+        (name, each.dram_min, each.dram_max, each.ssd_max, each.pins_max)
+        for name, each in limits_of(rows).items()
+    ]
+
+
 def tenants_text(rows: Iterable[TenantRow]) -> str:
     """A file with those rows."""
     lines = []
     for row in rows:
         keys = ", ".join(_quoted(key) for key in row.keys)
         lines += ["[[tenants]]", f"name = {_quoted(row.name)}", f"role = {_quoted(row.role)}"]
-        lines += [f"keys = [{keys}]"] + ([f"salt = {_quoted(row.salt)}"] if row.salt else []) + [""]
+        lines += [f"keys = [{keys}]"] + ([f"salt = {_quoted(row.salt)}"] if row.salt else [])
+        lines += [*(f"{column} = {size}" for column, size in row.given().items()), ""]
     return "\n".join(lines)
 
 
@@ -136,12 +184,19 @@ def _quoted(text: str) -> str:
 
 
 def _row(path: str, number: int, given: dict[str, object]) -> TenantRow:
+    name = given.get("name")
+    where = f"row {number} ({f'{name:.80}' if isinstance(name, str) else 'without a name'}) of {path}"
+    sizes: dict[str, object] = {}
+    for column in LIMITS:
+        if isinstance(text := given.get(column), str):
+            try:
+                sizes[column] = parse_size(text)
+            except ValueError as error:
+                raise _bad(f"{where}: {column}: {error}") from error
     try:
-        row = msgspec.convert(given, TenantRow)
+        row = msgspec.convert(given | sizes, TenantRow)
     except msgspec.ValidationError as error:
-        name = given.get("name")
-        shown = f"{name:.80}" if isinstance(name, str) else "without a name"
-        raise _bad(f"row {number} ({shown}) of {path}: {error}") from error
+        raise _bad(f"{where}: {error}") from error
     for key in row.keys:
         if len(key) < KEY_BYTES_MIN:
             raise _bad(
@@ -161,6 +216,7 @@ def _check(path: str, rows: list[TenantRow]) -> None:
     salts: dict[str, tuple[int, str]] = {}
     places: dict[tuple[str, str], int] = {}
     owners: dict[str, tuple[int, str]] = {}
+    limits: dict[tuple[str, str], tuple[int, int]] = {}
     for number, row in enumerate(rows, 1):
         for key in row.keys:
             if key in keys:
@@ -176,12 +232,27 @@ def _check(path: str, rows: list[TenantRow]) -> None:
         first, salt = salts.setdefault(row.name, (number, row.salt))
         if salt != row.salt:
             raise _bad(f"rows {first} and {number} of {path} have different salts; tenant {row.name} has one")
+        for column, size in row.given().items():
+            first, other = limits.setdefault((row.name, column), (number, size))
+            if other != size:
+                raise _bad(
+                    f"rows {first} and {number} of {path} have different {column}; tenant {row.name} has one"
+                )
         if row.salt:
             first, owner = owners.setdefault(row.salt, (number, row.name))
             if owner != row.name:
                 raise _bad(
                     f"rows {first} and {number} of {path} are two tenants' with one salt; make another"
                 )
+    for tenant, each in limits_of(rows).items():
+        low, most = each.dram_min, each.dram_max
+        if most is not None and most < DRAM_MAX_MIN:
+            raise _bad(f"dram_max of tenant {tenant} in {path} is under 2 MiB; give it more")
+        if low is not None and most is not None and low > most:
+            raise _bad(
+                f"dram_min of tenant {tenant} in {path} is {format_size(low)}, more than its dram_max of "
+                f"{format_size(most)}; lower it"
+            )
 
 
 def _bad(sentence: str) -> ConfigError:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.cli import run
-from moonpool.core.config.tenants_file import read_tenants
+from moonpool.core.config.tenants_file import native_limits, read_tenants
 
 from ..core.store_bed import until
 
@@ -47,7 +47,7 @@ def test_a_row_is_added_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert key.read_text().strip() == rows[0].keys[0]
     assert run(["tenants", "list", "--file", str(file), "--json"]) == 0
     listed = capsys.readouterr().out
-    assert json.loads(listed)[2] == {"name": "chat", "role": "admin", "keys": 1, "salt": False}
+    assert json.loads(listed)[2] == {"name": "chat", "role": "admin", "keys": 1, "salt": False, "limits": {}}
     assert run(["tenants", "list", "--file", str(file)]) == 0
     listed += capsys.readouterr().out
     for each in rows:
@@ -55,9 +55,29 @@ def test_a_row_is_added_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture
         assert not each.salt or each.salt not in said + listed
 
 
+def test_limits_are_set_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tenants.toml"
+    add(file, "search", "writer", "--dram-min", "1GiB", "--dram-max", "4GiB", "--pins-max", "512MiB")
+    add(file, "search", "reader", "--ssd-max", "0")  # of the tenant, whichever of its rows has it
+    rows = read_tenants(str(file))
+    given = {"dram_min": 1 << 30, "dram_max": 4 << 30, "pins_max": 512 << 20}
+    assert [row.given() for row in rows] == [given, {"ssd_max": 0}]
+    assert native_limits(rows) == [("search", 1 << 30, 4 << 30, 0, 512 << 20)]
+    capsys.readouterr()
+    assert run(["tenants", "list", "--file", str(file)]) == 0
+    assert "dram_min 1.0 GiB  dram_max 4.0 GiB  pins_max 512.0 MiB" in capsys.readouterr().out
+    assert run(["tenants", "list", "--file", str(file), "--json"]) == 0
+    assert [row["limits"] for row in json.loads(capsys.readouterr().out)] == [given, {"ssd_max": 0}]
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
+        (("search", "--role", "reader", "--dram-max", "much"), "--dram-max: 'much' is no size"),
+        (
+            ("search", "--role", "reader", "--dram-min", "4GiB", "--dram-max", "2GiB"),
+            "more than its dram_max",
+        ),
         (("search", "--role", "owner"), "it is one of reader, writer, admin"),
         (("search", "--role", "writer"), "has the writer of search already"),
         (("of two words", "--role", "writer"), "is no name of a tenant"),

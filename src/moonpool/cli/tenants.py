@@ -39,11 +39,18 @@ def list_rows(file: File = None, config: ConfigFile = None, as_json: AsJson = Fa
     import json
 
     from moonpool.core.config.tenants_file import read_tenants
+    from moonpool.core.config.units import format_size
 
     rows = read_tenants(str(_file(file, config)))
     if as_json:
         shown = [
-            {"name": each.name, "role": each.role, "keys": len(each.keys), "salt": bool(each.salt)}
+            {
+                "name": each.name,
+                "role": each.role,
+                "keys": len(each.keys),
+                "salt": bool(each.salt),
+                "limits": each.given(),
+            }
             for each in rows
         ]
         print(json.dumps(shown, indent=2))
@@ -51,7 +58,8 @@ def list_rows(file: File = None, config: ConfigFile = None, as_json: AsJson = Fa
     width = max((len(each.name) for each in rows), default=0)
     for each in rows:
         keys = "1 key" if len(each.keys) == 1 else f"{len(each.keys)} keys"
-        print(f"{each.name:{width}}  {each.role:6}  {keys:6}  {'salt' if each.salt else 'no salt'}")
+        limits = "".join(f"  {column} {format_size(size)}" for column, size in each.given().items())
+        print(f"{each.name:{width}}  {each.role:6}  {keys:6}  {'salt' if each.salt else 'no salt'}{limits}")
 
 
 def add(
@@ -65,6 +73,18 @@ def add(
         bool,
         typer.Option("--no-salt", help="For a tenant that has objects already, which were put without one."),
     ] = False,
+    dram_min: Annotated[
+        str | None, typer.Option("--dram-min", help="Memory of each node that is the tenant's own.")
+    ] = None,
+    dram_max: Annotated[
+        str | None, typer.Option("--dram-max", help="The most memory that it has of each node.")
+    ] = None,
+    ssd_max: Annotated[
+        str | None, typer.Option("--ssd-max", help="The most that it has of each node's SSDs.")
+    ] = None,
+    pins_max: Annotated[
+        str | None, typer.Option("--pins-max", help="The most that its clients pin at each node.")
+    ] = None,
     file: File = None,
     config: ConfigFile = None,
 ) -> None:
@@ -79,12 +99,15 @@ def add(
     key_file = key_file or Path(f"{name}-{role}.key")
     if role not in ROLES:
         raise _wrong(f"--role is {role!r}; it is one of {', '.join(ROLES)}")
+    limits = _limits(dram_min=dram_min, dram_max=dram_max, ssd_max=ssd_max, pins_max=pins_max)
     with _alone_in(tenants.parent):
-        _add(tenants, name, role, key_file, no_salt=no_salt)
+        _add(tenants, name, role, key_file, limits, no_salt=no_salt)
     print(f"added the {role} of {name} to {tenants}; its clients need {key_file} (cluster.tenant_key_file)")
 
 
-def _add(tenants: Path, name: str, role: str, key_file: Path, *, no_salt: bool) -> None:
+def _add(
+    tenants: Path, name: str, role: str, key_file: Path, limits: dict[str, int], *, no_salt: bool
+) -> None:
     import secrets
 
     from moonpool.core.config.paths import write_private
@@ -99,7 +122,7 @@ def _add(tenants: Path, name: str, role: str, key_file: Path, *, no_salt: bool) 
         )
     known = [each.salt for each in rows if each.name == name]
     salt = known[0] if known else "" if no_salt else secrets.token_hex(16)
-    row = _row(name, role, secrets.token_hex(32), salt)
+    row = _row(name, role, secrets.token_hex(32), salt, limits)
     # What stands in the file stays as it is, with its comments.
     before = tenants.read_bytes().rstrip(b"\n") + b"\n\n" if tenants.exists() else b""
     draft = tenants.with_name(f".{tenants.name}-{secrets.token_hex(4)}")
@@ -151,13 +174,27 @@ def _give_owner_and_mode(draft: Path, tenants: Path) -> None:
     os.chmod(draft, stat.S_IMODE(wanted.st_mode))
 
 
-def _row(name: str, role: str, key: str, salt: str) -> TenantRow:
+def _limits(**given: str | None) -> dict[str, int]:
+    from moonpool.core.config.units import parse_size
+
+    limits = {}
+    for column, text in given.items():
+        try:
+            if text is not None:
+                limits[column] = parse_size(text)
+        except ValueError as error:
+            raise _wrong(f"--{column.replace('_', '-')}: {error}") from error
+    return limits
+
+
+def _row(name: str, role: str, key: str, salt: str, limits: dict[str, int]) -> TenantRow:
     import msgspec
 
     from moonpool.core.config.tenants_file import TenantRow
 
     try:
-        return msgspec.convert({"name": name, "role": role, "keys": [key], "salt": salt}, TenantRow)
+        row = {"name": name, "role": role, "keys": [key], "salt": salt, **limits}
+        return msgspec.convert(row, TenantRow)
     except msgspec.ValidationError as error:
         raise _wrong(f"{name!r} is no name of a tenant: {error}") from error
 
