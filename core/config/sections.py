@@ -40,8 +40,8 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tenants_file: Annotated[
         str,
         about(
-            "a 0600 TOML file with the tenants' own keys and roles, for nodes and masters; it is followed; "
-            "empty: the cluster token alone opens all tenants"
+            "a 0600 TOML file with the tenants' own keys, roles and limits, for nodes and masters; it is "
+            "followed; empty: the cluster token alone opens all tenants"
         ),
     ] = ""
     tenant_key_file: Annotated[

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from moonpool.core.config import paths
 from moonpool.core.config.cluster_token import secrets_of
 from moonpool.core.config.config import Config
 from moonpool.core.config.native_settings import node_settings
-from moonpool.core.config.tenants_file import salts_of
+from moonpool.core.config.tenants_file import NativeLimits, limits_of, native_limits, salts_of
 from moonpool.core.config.units import format_size, parse_size
 from moonpool.core.errors import ConfigError, InvalidArgument, Unavailable
 from moonpool.core.service.address_space import check_address_space
@@ -77,8 +77,11 @@ def native_server(
     core = native_core("node")
     node = config.node
     sizes = tenant_sizes(config)
-    check_address_space(sum(size for _, size in sizes), size_option)
     tenants = tenants_of(config)
+    limits = {} if tenants is None else limits_of(tenants.rows)
+    # Address space for the most memory that each tenant may get; memory for what the settings give it.
+    dram_max = {name: each.dram_max or each.dram_min or 0 for name, each in limits.items()}
+    check_address_space(sum(max(size, dram_max.get(name, 0)) for name, size in sizes), size_option)
     with explain_bind_errors("node.listen", addresses.listen):
         server: _native.Server = core.Server(
             str(socket_path),
@@ -96,6 +99,7 @@ def native_server(
             data_tls=data_server(config),
             size_option=size_option,
             salts={} if tenants is None else salts_of(tenants.rows),
+            limits=[] if tenants is None else native_limits(tenants.rows),
         )
     return server
 
@@ -190,13 +194,17 @@ class Node(ServiceProcess["_native.Server"]):
             self._claim.tell_tls(settings)
         server = self._make_server(self.config, path, token, self.addresses)
         self._publish(server, path)
-        self._begin(server, _log, self._heard)
+        self._begin(server, _log, self._heard, self._take_limits)
         if http is not None:
             private = {"/drain": self._drain_page, "POST /drain": self._begin_drain}
             private["POST /drain-stop"] = self._end_drain
             # /stat says less to a client without the admin token.
             await self._serve_http(http, node, tls, private, self._is_allowed, {"/stat": self._stat})
         link_default(path)
+
+    def _take_limits(self, rows: Sequence[NativeLimits]) -> None:
+        if self._server is not None:
+            self._server.set_limits(rows)
 
     def _publish(self, server: _native.Server, socket: Path) -> None:
         """Publishes KV events, and tells where: the master with the first JOIN, this host by a file."""

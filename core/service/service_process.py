@@ -27,7 +27,7 @@ from moonpool.core.service.admin_http import AdminServer, AnswerTo
 from moonpool.core.service.http_tls import FollowedContext
 from moonpool.core.service.probes import STOPPING, Probes
 from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
-from moonpool.core.service.tenant_keys import TenantKeys, tenants_of
+from moonpool.core.service.tenant_keys import TakeLimits, TenantKeys, tenants_of
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -116,13 +116,17 @@ class ServiceProcess(Generic[S]):
         return {}
 
     def _begin(
-        self, server: S, log: logging.Logger, on_note: Callable[[str], None] = lambda kind: None
+        self,
+        server: S,
+        log: logging.Logger,
+        on_note: Callable[[str], None] = lambda kind: None,
+        take_limits: TakeLimits | None = None,
     ) -> None:
-        """Starts the native server and the log of its notes. Raises ConfigError for a file of tenants that
-        cannot be used."""
+        """Starts the native server and the log of its notes. take_limits: of a node, for the tenants' limits.
+        Raises ConfigError for a file of tenants that cannot be used."""
         self._server = server
         if (file := tenants_of(self.config)) is not None:
-            self._tenants = TenantKeys(file, server, log)
+            self._tenants = TenantKeys(file, server, log, take_limits)
         self._notes = Notes(server, log, on_note)
         self._notes.start()
         server.start()

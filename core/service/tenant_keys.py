@@ -5,16 +5,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from moonpool.core.config.tenants_file import TenantsFile, native_rows, salts_of
-from moonpool.core.errors import ConfigError
+from moonpool.core.config.tenants_file import (
+    NativeLimits,
+    TenantsFile,
+    native_limits,
+    native_rows,
+    salts_of,
+)
+from moonpool.core.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
     from moonpool.core.config.config import Config
 
 FOLLOW_S = 1.0  # between two looks at the file
+
+
+TakeLimits = Callable[[Sequence[NativeLimits]], None]
 
 
 class TakesTenants(Protocol):
@@ -31,11 +40,21 @@ def tenants_of(config: Config) -> TenantsFile | None:
 
 
 class TenantKeys:
-    """Follows the file until close(), on a thread of its own."""
+    """Follows the file until close(), on a thread of its own.
 
-    def __init__(self, file: TenantsFile, server: TakesTenants, log: logging.Logger) -> None:
+    take_limits: of a node, set_limits(); those that the file has at first it was made with."""
+
+    def __init__(
+        self,
+        file: TenantsFile,
+        server: TakesTenants,
+        log: logging.Logger,
+        take_limits: TakeLimits | None = None,
+    ) -> None:
         self._file = file
         self._server = server
+        self._take_limits = take_limits
+        self._limits = native_limits(file.rows)  # in force, or refused with a sentence
         self._log = log
         self._salts = salts_of(file.rows)  # as the server hashes with them until it ends
         self._said = ""  # the error that the last look ended with
@@ -68,6 +87,12 @@ class TenantKeys:
             return
         self._server.set_tenants(native_rows(rows))
         self._in_force = rows
+        if self._take_limits is not None and (limits := native_limits(rows)) != self._limits:
+            try:
+                self._take_limits(limits)
+            except InvalidArgument as error:
+                self._log.error("%s; the tenants' limits from before are in use", error)
+            self._limits = limits
         self._log.info("%d rows of tenants are in force", len(rows), extra={"event": "tenants"})
         if salts_of(rows) != self._salts:
             self._log.warning(

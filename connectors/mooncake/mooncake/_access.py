@@ -278,7 +278,7 @@ class OwnNode(Access):
                     config, self.socket, self.token, self._reach, size_option="global_segment_size="
                 )
                 if (file := tenants_of(config)) is not None:
-                    self._tenants = TenantKeys(file, self._server, logger)
+                    self._tenants = TenantKeys(file, self._server, logger, self._server.set_limits)
                 self._server.start()
             self.segment = segment_of(config.node.name, address := self._advertised())
             self.names.add_own(self.segment, address)

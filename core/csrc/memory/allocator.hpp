@@ -27,6 +27,8 @@ class ExtentAllocator {
    public:
     // Adds [capacity, capacity + bytes) to the free space: the arena grew.
     void grow(uint64_t bytes);
+    // The same, of bytes that are allocated: free() makes them free.
+    void grow_allocated(uint64_t bytes) { capacity_ += bytes; }
 
     // The best fit for `want` bytes, else the largest extent of at least `min` bytes, else nothing. Offset
     // and size are multiples of `align` (a power of two); size is at most `want` rounded up to it.

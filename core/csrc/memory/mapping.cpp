@@ -84,10 +84,23 @@ Result<Arena> Arena::create(const std::string& name, uint64_t bytes) {
 }
 
 Status Arena::commit(uint64_t bytes) {
-    if (::fallocate(fd_.get(), 0, static_cast<off_t>(committed_), static_cast<off_t>(bytes)) != 0) {
+    if (Status status = commit_range(committed_, bytes); !status) return status;
+    committed_ += bytes;
+    return success();
+}
+
+Status Arena::commit_range(uint64_t offset, uint64_t bytes) {
+    if (::fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
         return os_error("reserving " + std::to_string(bytes) + " bytes of memory for the arena");
     }
-    committed_ += bytes;
+    return success();
+}
+
+Status Arena::give_back(uint64_t offset, uint64_t bytes) {
+    if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                    static_cast<off_t>(bytes)) != 0) {
+        return os_error("giving back " + std::to_string(bytes) + " bytes of the arena's memory");
+    }
     return success();
 }
 

@@ -61,6 +61,12 @@ class Arena {
     // Reserves the pages of [committed(), committed() + bytes).
     Status commit(uint64_t bytes);
 
+    // Gives the pages of a range back to the system. Whoever touches them before commit_range() gets pages of
+    // zeros, which are not accounted for.
+    Status give_back(uint64_t offset, uint64_t bytes);
+    // Reserves pages anew; committed() stays.
+    Status commit_range(uint64_t offset, uint64_t bytes);
+
     // Makes huge pages of a committed range; false when the kernel does not.
     bool collapse(uint64_t offset, uint64_t bytes) { return mapping_.collapse(offset, bytes); }
 

@@ -60,6 +60,13 @@ void visit(NodeSettings& settings, Visitor& visitor) {
     visitor.field("ssd_segment_bytes", options.ssd.segment_bytes);
 }
 
+LimitsByTenant tenant_limits(const std::vector<TenantLimitsRow>& rows) {
+    LimitsByTenant limits;
+    for (const auto& [tenant, dram_min, dram_max, ssd_max, pins_max] : rows)
+        limits[tenant] = {dram_min, dram_max, ssd_max, pins_max};
+    return limits;
+}
+
 std::vector<std::string> node_setting_names() {
     NodeSettings settings;
     SettingNames found;
@@ -75,7 +82,8 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
                    std::string master, const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
                    std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option,
                    std::string memory_root, const std::map<std::string, std::string>& salts,
-                   std::optional<std::shared_ptr<TlsServer>> data_tls)
+                   std::optional<std::shared_ptr<TlsServer>> data_tls,
+                   const std::vector<TenantLimitsRow>& limits)
     : name_(std::move(name)) {
     NodeSettings filled;
     SettingValues given(settings, "node");
@@ -92,6 +100,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
         if (auto salt = salts.find(tenant); salt != salts.end()) pool.salt = salt->second;
         options.pools.push_back(std::move(pool));
     }
+    options.tenant_limits = tenant_limits(limits);
     options.listen = std::move(listen);
     options.cluster.master = std::move(master);
     options.cluster.name = name_;
@@ -117,6 +126,14 @@ void PyServer::tell_event_endpoints(std::string events, std::string replay) {
 }
 
 void PyServer::set_tenants(const std::vector<TenantKeyRow>& rows) { server_->set_tenants(tenant_rows(rows)); }
+
+void PyServer::set_limits(const std::vector<TenantLimitsRow>& rows) {
+    LimitsByTenant limits = tenant_limits(rows);
+    py::gil_scoped_release nogil;
+    Status status = server_->set_limits(std::move(limits));
+    py::gil_scoped_acquire gil;
+    unwrap(std::move(status), "tenants");
+}
 
 void PyServer::start() {
     py::gil_scoped_release nogil;
@@ -288,17 +305,23 @@ void bind_server(py::module_& m) {
                       const py::dict&, std::string, std::vector<std::string>, std::string, std::string,
                       std::string, const std::vector<std::pair<std::string, uint64_t>>&, bool,
                       std::optional<std::shared_ptr<TlsClient>>, std::string, std::string,
-                      const std::map<std::string, std::string>&, std::optional<std::shared_ptr<TlsServer>>>(),
+                      const std::map<std::string, std::string>&, std::optional<std::shared_ptr<TlsServer>>,
+                      const std::vector<TenantLimitsRow>&>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::arg("settings"), py::kw_only(),
              py::arg("name") = "default", py::arg("listen") = std::vector<std::string>(),
              py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "",
              py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(), py::arg("events") = false,
              py::arg("tls") = py::none(), py::arg("size_option") = "--dram ", py::arg("memory_root") = "",
              py::arg("salts") = std::map<std::string, std::string>(), py::arg("data_tls") = py::none(),
-             "settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant.")
+             py::arg("limits") = std::vector<TenantLimitsRow>(),
+             "settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant. limits: as "
+             "of set_limits().")
         .def_static("setting_names", &node_setting_names)
         .def("set_tenants", &PyServer::set_tenants, py::arg("rows"),
              "The tenants' own keys from now on: (tenant, role, keys). Connections by others end.")
+        .def("set_limits", &PyServer::set_limits, py::arg("rows"),
+             "The tenants' limits from now on, in bytes: (tenant, dram_min, dram_max, ssd_max, pins_max). An "
+             "error leaves those from before in force.")
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("tell_event_endpoints", &PyServer::tell_event_endpoints, py::arg("events"), py::arg("replay"),

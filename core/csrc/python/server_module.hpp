@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,10 @@
 
 namespace moonpool::python {
 
+// (tenant, dram_min, dram_max, ssd_max, pins_max), in bytes; core/config/tenants_file.py has checked it.
+using TenantLimitsRow = std::tuple<std::string, std::optional<uint64_t>, std::optional<uint64_t>,
+                                   std::optional<uint64_t>, std::optional<uint64_t>>;
+
 class PyServer {
    public:
     PyServer(std::string socket_path, const std::vector<std::pair<std::string, uint64_t>>& tenants,
@@ -24,9 +29,10 @@ class PyServer {
              const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
              std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option, std::string memory_root,
              const std::map<std::string, std::string>& salts,
-             std::optional<std::shared_ptr<TlsServer>> data_tls);
+             std::optional<std::shared_ptr<TlsServer>> data_tls, const std::vector<TenantLimitsRow>& limits);
     void tell_event_endpoints(std::string events, std::string replay);
     void set_tenants(const std::vector<TenantKeyRow>& rows);
+    void set_limits(const std::vector<TenantLimitsRow>& rows);
     void start();
     void stop();
     bool is_alive(double timeout_s);

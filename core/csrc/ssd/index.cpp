@@ -38,6 +38,7 @@ uint32_t Index::insert(Entry entry) {
     object_bytes_ += entries_[at].size;
     if (in_space_.size() <= entries_[at].space) in_space_.resize(entries_[at].space + 1);
     ++in_space_[entries_[at].space];
+    if (owner_of_space_.size() <= entries_[at].space) owner_of_space_.resize(entries_[at].space + 1);
     link(at);
     return at;
 }
@@ -59,6 +60,12 @@ void Index::move(uint32_t at, Place place) {
     link(at);
 }
 
+void Index::set_owner(uint32_t space, uint32_t owner) {
+    if (owner_of_space_.size() <= space) owner_of_space_.resize(space + 1);
+    if (owners_.size() <= owner) owners_.resize(owner + 1);
+    owner_of_space_[space] = owner;
+}
+
 void Index::link(uint32_t at) {
     Entry& e = entries_[at];
     Segment& s = segments_[e.place.slot];
@@ -67,6 +74,12 @@ void Index::link(uint32_t at) {
     (s.newest == kNoEntry ? s.oldest : entries_[s.newest].newer) = at;
     s.newest = at;
     s.live_bytes += e.record_bytes;
+    Segment& o = owner_of(e);
+    e.owner_newer = kNoEntry;
+    e.owner_older = o.newest;
+    (o.newest == kNoEntry ? o.oldest : entries_[o.newest].owner_newer) = at;
+    o.newest = at;
+    o.live_bytes += e.record_bytes;
 }
 
 void Index::unlink(uint32_t at) {
@@ -75,6 +88,10 @@ void Index::unlink(uint32_t at) {
     (e.older == kNoEntry ? s.oldest : entries_[e.older].newer) = e.newer;
     (e.newer == kNoEntry ? s.newest : entries_[e.newer].older) = e.older;
     s.live_bytes -= e.record_bytes;
+    Segment& o = owner_of(e);
+    (e.owner_older == kNoEntry ? o.oldest : entries_[e.owner_older].owner_newer) = e.owner_newer;
+    (e.owner_newer == kNoEntry ? o.newest : entries_[e.owner_newer].owner_older) = e.owner_older;
+    o.live_bytes -= e.record_bytes;
 }
 
 bool Index::check_integrity() const {
@@ -98,7 +115,25 @@ bool Index::check_integrity() const {
         bytes += segment_bytes;
     }
     return linked == count() && bytes == live_bytes_ && object_bytes == object_bytes_ &&
-           in_space == in_space_ && slots() == count() + free_.size();
+           in_space == in_space_ && slots() == count() + free_.size() && check_owners();
+}
+
+bool Index::check_owners() const {
+    uint64_t linked = 0;
+    for (uint32_t owner = 0; owner < owners_.size(); ++owner) {
+        uint64_t bytes = 0;
+        uint32_t previous = kNoEntry;
+        for (uint32_t at = owners_[owner].oldest; at != kNoEntry; at = entries_[at].owner_newer) {
+            const Entry& e = entries_[at];
+            if (e.sequence == 0 || owner_of_space_[e.space] != owner || e.owner_older != previous)
+                return false;
+            if (++linked > count()) return false;
+            bytes += e.record_bytes;
+            previous = at;
+        }
+        if (previous != owners_[owner].newest || bytes != owners_[owner].live_bytes) return false;
+    }
+    return linked == count();
 }
 
 }  // namespace moonpool::ssd

@@ -3,6 +3,7 @@
 //
 // Invariants (check_integrity):
 //   - every live entry is found under its hash, and is in the list of its segment, exactly once;
+//   - a live entry is in the list of its owner, exactly once, in the order in which records were written;
 //   - a segment's live bytes are the sum of its entries' record bytes; the newest of its list is the last
 //     that was written.
 // An entry costs about 200 bytes and the texts of name and parent.
@@ -39,6 +40,8 @@ struct Entry {
     Place place;
     uint32_t older = kNoEntry;  // list of the segment
     uint32_t newer = kNoEntry;
+    uint32_t owner_older = kNoEntry;  // list of the owner of its space
+    uint32_t owner_newer = kNoEntry;
     uint16_t name_bytes = 0;
     uint16_t parent_bytes = 0;
     bool used = false;  // read or asked for since it was written
@@ -70,6 +73,14 @@ class Index {
     uint64_t live_bytes() const { return live_bytes_; }
     uint64_t object_bytes() const { return object_bytes_; }
     uint64_t count() const { return by_hash_.size(); }
+    // Whose a space is; before an entry of it comes, and the same while there are some.
+    void set_owner(uint32_t space, uint32_t owner);
+    uint32_t oldest_of(uint32_t owner) const {
+        return owner < owners_.size() ? owners_[owner].oldest : kNoEntry;
+    }
+    uint64_t bytes_of(uint32_t owner) const {  // of its records
+        return owner < owners_.size() ? owners_[owner].live_bytes : 0;
+    }
     uint32_t count_in(uint32_t space) const { return space < in_space_.size() ? in_space_[space] : 0; }
 
     bool check_integrity() const;
@@ -82,6 +93,8 @@ class Index {
     struct HashOf {
         size_t operator()(const Hash128& hash) const { return hash.low; }
     };
+    Segment& owner_of(const Entry& e) { return owners_[owner_of_space_[e.space]]; }
+    bool check_owners() const;
     void link(uint32_t at);
     void unlink(uint32_t at);
 
@@ -90,6 +103,8 @@ class Index {
     std::vector<uint32_t> free_;
     std::unordered_map<Hash128, uint32_t, HashOf> by_hash_;
     std::vector<uint32_t> in_space_;
+    std::vector<uint32_t> owner_of_space_;
+    std::vector<Segment> owners_{1};  // 0: of spaces of which none was said
     uint64_t live_bytes_ = 0, object_bytes_ = 0;
 };
 

@@ -201,6 +201,33 @@ bool Log::remove_older(const Hash128& hash, uint64_t version) {
     return stays;
 }
 
+uint64_t Log::bytes_of(std::string_view owner) const {
+    const LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    auto it = state.owners.find(owner);
+    return it == state.owners.end() || state.off ? 0 : state.index.bytes_of(it->second);
+}
+
+uint32_t Log::trim(std::string_view owner, uint64_t bytes_max, uint32_t most) {
+    LogState& state = parts_->state;
+    uint32_t removed = 0;
+    bool wake;
+    {
+        MutexLock lock(state.mutex);
+        auto it = state.owners.find(owner);
+        if (it == state.owners.end() || state.off) return 0;
+        for (; removed < most && state.index.bytes_of(it->second) > bytes_max; ++removed) {
+            const Entry& e = state.index.entry(state.index.oldest_of(it->second));
+            state.gone.push_back(e.hash);
+            state.drop(e.hash, e.sequence);
+            ++state.counters.removed;
+        }
+        wake = removed != 0 && std::exchange(state.sleeping, false);
+    }
+    if (wake) parts_->io.wake();
+    return removed;
+}
+
 std::optional<uint64_t> Log::sequence(const Hash128& hash) const {
     std::optional<Rank> found = rank(hash);
     if (!found) return std::nullopt;

@@ -104,6 +104,11 @@ class Log {
     // Removes what has a lower version, also what is being written. -> whether an object of that hash is
     // left.
     bool remove_older(const Hash128& hash, uint64_t version);
+    // Bytes of the records of an owner: of spaces whose identity begins with it and a 0.
+    uint64_t bytes_of(std::string_view owner) const;
+    // Removes what was written the longest ago until it has at most so many, `most` objects in one call; they
+    // are told to on_gone. -> how many objects.
+    uint32_t trim(std::string_view owner, uint64_t bytes_max, uint32_t most);
     // When done is called, everything that was submitted before survives a power failure.
     void sync(Done done);
 

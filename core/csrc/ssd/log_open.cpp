@@ -129,9 +129,12 @@ Result<std::unique_ptr<Log>> Log::open(LogOptions options) {
 
 Status Log::Parts::start() {
     Index index(state.slots);
-    auto space_of = [this](std::string_view identity) {
+    // Called by one of the recovery's threads at a time, which has the index.
+    auto space_of = [this, &index](std::string_view identity) {
         MutexLock lock(state.mutex);
-        return state.open_space(identity);
+        uint32_t space = state.open_space(identity);
+        index.set_owner(space, state.owner_of(identity));
+        return space;
     };
     recovery = recover(io.file(), state.superblock, state.slots, state.options.records_max, index, space_of);
     {

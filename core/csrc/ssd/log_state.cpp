@@ -32,9 +32,17 @@ uint32_t LogState::open_space(std::string_view identity) {
         }
         spaces[id].identity = std::make_shared<const std::string>(identity);
         it = space_ids.emplace(*spaces[id].identity, id).first;
+        index.set_owner(id, owner_of(identity));
     }
     spaces[it->second].open = true;
     return it->second;
+}
+
+uint32_t LogState::owner_of(std::string_view identity) {
+    std::string_view owner = identity.substr(0, identity.find('\0'));
+    auto known = owners.find(owner);
+    if (known == owners.end()) known = owners.emplace(owner, static_cast<uint32_t>(owners.size() + 1)).first;
+    return known->second;
 }
 
 void LogState::drop(const Hash128& hash, uint64_t sequence) {

@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
+#include <map>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -34,6 +36,8 @@ struct LogState {
 
     // The number of a space; forgets a few that nothing uses when it is a new one.
     uint32_t open_space(std::string_view identity) REQUIRES(mutex);
+    // The number of the owner of such a space.
+    uint32_t owner_of(std::string_view identity) REQUIRES(mutex);
     // The index forgets that write of a key, and the disk will.
     void drop(const Hash128& hash, uint64_t sequence) REQUIRES(mutex);
     // What is being written under that hash is dead on arrival; false: nothing is.
@@ -54,6 +58,8 @@ struct LogState {
     std::vector<Space> spaces GUARDED_BY(mutex);
     std::unordered_map<std::string_view, uint32_t> space_ids GUARDED_BY(mutex);
     std::vector<uint32_t> free_spaces GUARDED_BY(mutex);
+    // What a space's identity has before its first 0 -> the owner's number in the index, from 1 on.
+    std::map<std::string, uint32_t, std::less<>> owners GUARDED_BY(mutex);
     uint32_t space_cursor GUARDED_BY(mutex) = 0;
     std::deque<ReadJobPtr> read_inbox GUARDED_BY(mutex);
     std::deque<WriteJobPtr> write_inbox GUARDED_BY(mutex);

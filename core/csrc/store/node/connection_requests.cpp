@@ -79,7 +79,7 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
         leases_.emplace(extent.offset, extent);
     } else if (pool_->reserving()) {
         why = "the node's memory is still being reserved, " + std::to_string(pool_->capacity()) + " of " +
-              std::to_string(pool_->arena_bytes()) + " bytes so far; try again";
+              std::to_string(pool_->start_bytes()) + " bytes so far; try again";
     } else {
         why = "the arena is full: the rest of its " + std::to_string(pool_->capacity()) +
               " bytes is pinned by readers or leased to writers";
@@ -349,10 +349,12 @@ uint32_t Connection::keep_within_shares(bool prefix, uint32_t width) {
     const ObjectTable& table = pool_->table();
     const Limits& limits = server_.options_.limits;
     auto left = [&](double share, uint64_t held) {
-        auto most = static_cast<uint64_t>(share * static_cast<double>(pool_->arena_bytes()));
+        auto most = static_cast<uint64_t>(share * static_cast<double>(pool_->size_now()));
         return most - std::min(most, held);
     };
     uint64_t room = left(limits.pins_share, table.counters().pinned_bytes);
+    if (std::optional<uint64_t> most = pool_->limits().pins_max)
+        room = std::min(room, *most - std::min(*most, table.counters().pinned_bytes));
     uint64_t remote_room =
         remote_ ? left(limits.remote_pins_share, pool_->remote_pins().bytes()) : UINT64_MAX;
     uint64_t most = 0;

@@ -37,7 +37,7 @@ bool Connection::park(const FrameHeader& header, Reader body, uint32_t space,
         }
         if (parked->waits_for == 0) server.resume(*parked->owner, now_ms());
     };
-    uint64_t budget = pool_->arena_bytes() / 4;
+    uint64_t budget = pool_->size_now() / 4;
     ++parked->waits_for;  // until all have been begun
     for (std::string_view name : wanted) {
         std::optional<ssd::Found> found = server_.ssd_->find(*pool_, space, name);

@@ -13,6 +13,7 @@ Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options, const Inc
     pool->options_ = options;
     PoolOptions& o = pool->options_;
     o.arena_bytes = round_up_to_page(o.arena_bytes);
+    pool->set_grain();
     if (o.arena_bytes < (1u << 20)) {
         return Error{Code::kInvalidArgument,
                      "the arena of tenant " + o.tenant + " is under 1 MiB; give it more memory"};
@@ -23,7 +24,7 @@ Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options, const Inc
         o.objects_max = static_cast<uint32_t>(std::clamp<uint64_t>(o.arena_bytes / 1024, 4096, most));
     }
     if (o.slab_bytes == 0) {
-        o.slab_bytes = std::clamp<uint64_t>(o.arena_bytes / 128, 256u << 10, 8u << 20);
+        o.slab_bytes = std::clamp<uint64_t>(o.arena_bytes / 128, kSlabMin, kSlabMax);
     }
     o.slab_bytes = round_up_to_page(o.slab_bytes);
     if (o.slab_bytes > kHugePageBytes) o.slab_bytes = round_up_to_huge_page(o.slab_bytes);
@@ -44,6 +45,14 @@ Result<Fd> Pool::arena_read_only_fd() const {
 }
 
 std::optional<Extent> Pool::lease(uint64_t min, uint64_t want) {
+    std::optional<Extent> found = find_lease(min, want);
+    if (!found) ++share_counters_.refused;
+    return found;
+}
+
+std::optional<Extent> Pool::find_lease(uint64_t min, uint64_t want) {
+    // The arena may have little of its memory now: a slab as of all of it would drive out all that is there.
+    if (options_.shares_memory) want = std::min(want, lease_bytes_max());
     // Whole huge pages where it is about that much: a lease that ends inside one would break its mapping up.
     uint64_t align = kPageBytes;
     if (std::max(want, min) >= kHugePageBytes) {
@@ -55,10 +64,14 @@ std::optional<Extent> Pool::lease(uint64_t min, uint64_t want) {
     if (reserving()) reserve_for(min + align);
     publish_free_bytes();
     if (reserving()) return open_lease(min, want, align);
+    // Before its own objects go, memory that is lent to others, or that no tenant has.
+    if (get_memory(min, want)) {
+        if (std::optional<Extent> extent = open_lease(min, want, align)) return extent;
+    }
     // Evict by age as long as nothing fits or little is free, but not for the sake of one large piece:
     // objects die scattered, and a smaller lease does as well.
     bool large = min > options_.slab_bytes;
-    uint64_t free_wanted = std::max(2 * want, allocator_.capacity() / 16);
+    uint64_t free_wanted = std::max(2 * want, capacity() / 16);
     uint64_t evicted_before = table_->counters().evicted_bytes_total;
     auto short_of_room = [&] {
         return allocator_.largest() < round_up_to_page(min) || allocator_.free_bytes() < free_wanted;
@@ -80,8 +93,7 @@ void Pool::reserve_for(uint64_t bytes) {
     while (reserving() && allocator_.largest() < bytes && std::chrono::steady_clock::now() < end) {
         loop_waits_ = true;
         MutexLock lock(commit_mutex_);
-        loop_waits_ = false;
-        loop_waits_.notify_all();
+        end_loop_wait();
         // What the thread did meanwhile may be enough.
         bool short_of_it = committed_ == allocator_.capacity() && !commit_next(kCommitBytes).ok();
         lock.unlock();
@@ -157,6 +169,7 @@ uint64_t Pool::scrub(uint64_t budget) {
 }
 
 uint64_t Pool::collapse_memory() {
+    if (options_.shares_memory) return collapse_shared();
     constexpr uint64_t kStep = 16u << 20;
     uint64_t done = huge_bytes_;
     uint64_t bytes = std::min(kStep, committed_ - done) / kHugePageBytes * kHugePageBytes;
@@ -177,7 +190,7 @@ Result<uint64_t> Pool::commit_memory(uint64_t bytes) {
 }
 
 Result<uint64_t> Pool::commit_next(uint64_t bytes) {
-    bytes = std::min(bytes, arena_.size() - arena_.committed());
+    bytes = std::min(bytes, options_.start_bytes - arena_.committed());
     if (bytes != 0) {
         if (may_commit_ && !may_commit_(bytes)) {
             return Error{Code::kUnavailable, "others have taken the memory meanwhile"};
@@ -189,8 +202,16 @@ Result<uint64_t> Pool::commit_next(uint64_t bytes) {
 }
 
 void Pool::open_memory() {
-    allocator_.grow(committed_ - allocator_.capacity());
+    // With what is absent behind it the arena is complete already.
+    if (allocator_.capacity() < start_bytes()) allocator_.grow(committed_ - allocator_.capacity());
+    if (!reserving()) add_absent();
     publish_free_bytes();
+}
+
+void Pool::memory_is_short() {
+    open_memory();
+    memory_short_ = true;
+    add_absent();
 }
 
 }  // namespace moonpool

@@ -2,6 +2,7 @@
 // Tenants share nothing. The node's loop owns it; only commit_memory() may run on another thread.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -19,6 +20,7 @@
 #include "memory/mapping.hpp"
 #include "store/node/object_table.hpp"
 #include "store/node/remote_pins.hpp"
+#include "store/node/tenant_limits.hpp"
 #include "store/shared/space.hpp"
 #include "wire/limits.hpp"
 
@@ -32,7 +34,11 @@ struct PoolOptions {
     uint32_t objects_max = 0;
     uint64_t slab_bytes = 0;  // 0: 1/128 of the arena, between 256 KiB and 8 MiB
     double object_share = 0.25;
-    std::string salt{};  // of the hashes of its keys (store/shared/space.hpp); empty: none
+    // Pieces of its memory come from and go to other tenants (MemoryShares): it begins with start_bytes, and
+    // may get all of arena_bytes. No card pins memory of it, which would read what was there before.
+    bool shares_memory = false;
+    uint64_t start_bytes = 0;  // 0: all
+    std::string salt{};        // of the hashes of its keys (store/shared/space.hpp); empty: none
 };
 
 class Pool {
@@ -57,6 +63,11 @@ class Pool {
     void set_on_space_closed(std::function<void(uint32_t space)> f) { on_space_closed_ = std::move(f); }
     Hash128 hash(uint32_t space, std::string_view name) const { return spaces_[space].hasher(name); }
     const std::string& identity(uint32_t space) const { return spaces_[space].hasher.identity(); }
+    // What the identity of each of its spaces has before the first 0.
+    std::string owner() const {
+        std::string of_any = KeyHasher(tenant(), "", "", salt()).identity();
+        return of_any.substr(0, of_any.find('\0'));
+    }
     // Always "tenant 0 namespace 0 fingerprint".
     std::string unsalted_identity(uint32_t space) const {
         return tenant() + identity(space).substr(identity(space).find('\0'));
@@ -80,8 +91,15 @@ class Pool {
         return static_cast<uint64_t>(static_cast<double>(options_.arena_bytes) * options_.object_share);
     }
     uint64_t arena_bytes() const { return options_.arena_bytes; }
+    // Of the arena, what its tenant has from the node's start.
+    uint64_t start_bytes() const { return options_.start_bytes; }
     uint64_t free_bytes() const { return allocator_.free_bytes(); }
-    uint64_t capacity() const { return allocator_.capacity(); }
+    // Memory that there is, in use or free.
+    uint64_t capacity() const { return allocator_.capacity() - absent_.free_bytes(); }
+    // The same, with what is still being reserved.
+    uint64_t held_bytes() const { return reserving() ? options_.start_bytes : capacity(); }
+    // What shares of the arena are of: its size, or what a tenant with a changing one has now.
+    uint64_t size_now() const { return options_.shares_memory ? held_bytes() : options_.arena_bytes; }
     int arena_fd() const { return arena_.fd(); }
     Result<Fd> arena_read_only_fd() const;
     const std::byte* data() const { return arena_.data(); }
@@ -98,10 +116,43 @@ class Pool {
     void open_memory();
     // Memory that is still being reserved counts as free: a node that has just started is not full, and
     // neither a client nor the master shall put elsewhere for that.
-    uint64_t room_bytes() const { return free_bytes() + (memory_short_ ? 0 : arena_bytes() - capacity()); }
+    uint64_t room_bytes() const {
+        return free_bytes() + (reserving() ? start_bytes() - capacity() : 0) + obtainable_bytes_;
+    }
     void publish_free_bytes() { table_->publish_free_bytes(room_bytes() - free_bytes()); }
-    void memory_is_short() { memory_short_ = true; }  // no more will come
-    bool reserving() const { return !memory_short_ && capacity() < arena_bytes(); }
+    void memory_is_short();  // no more will come
+    bool reserving() const { return !memory_short_ && allocator_.capacity() < start_bytes(); }
+
+    // ---- memory that moves between tenants (shares_memory), on the loop
+
+    // In whole pieces of so many bytes, at multiples of them.
+    uint64_t grain_bytes() const { return grain_bytes_; }
+    // Told when a lease finds too little: gets `bytes`, `piece` of them at one place. -> how many it got.
+    using OnShort = std::function<uint64_t(Pool&, uint64_t bytes, uint64_t piece)>;
+    void set_on_short(OnShort f) { on_short_ = std::move(f); }
+    // Gives memory back to the system, and evicts objects for it if that is allowed. -> how many bytes; fewer
+    // where pins and leases stand in the way.
+    uint64_t give_back(uint64_t bytes, bool evict) EXCLUDES(commit_mutex_);
+    // Free memory beyond what its next puts need.
+    uint64_t idle_bytes() const {
+        uint64_t kept = capacity() / 8 + 2 * lease_bytes_max();
+        return free_bytes() - std::min(free_bytes(), kept);
+    }
+    // Reserves memory that was given back, or never there. -> how many bytes.
+    uint64_t take_memory(uint64_t bytes, uint64_t piece) EXCLUDES(commit_mutex_);
+    // Gives back pages of absent memory that a process has touched. A client that copies an object while it
+    // is evicted gets zeros, and discards them.
+    void drop_strays() EXCLUDES(commit_mutex_);
+    // What a lease could get beyond free_bytes(); others are told of it as free.
+    void set_obtainable_bytes(uint64_t bytes) { obtainable_bytes_ = bytes; }
+    struct ShareCounters {
+        uint64_t taken_bytes = 0, given_bytes = 0;  // of memory
+        uint64_t evicted = 0, evicted_bytes = 0;    // objects, for memory that was given back
+        uint64_t refused = 0;                       // leases
+    };
+    const ShareCounters& share_counters() const { return share_counters_; }
+    const TenantLimits& limits() const { return limits_; }
+    void set_limits(const TenantLimits& limits) { limits_ = limits; }
     // Makes huge pages of the next piece of committed memory (any thread); 0: all is done, or the kernel does
     // not. The shared index says how far it is: clients pin what stays as it is only. After a 0 that is all
     // that is committed.
@@ -114,10 +165,22 @@ class Pool {
     // How long one lease may hold up the loop for memory that is not reserved yet: longer than any piece
     // takes, shorter than a client waits.
     static constexpr std::chrono::milliseconds kReserveMs{500};
+    static constexpr uint64_t kSlabMin = 256u << 10, kSlabMax = 8u << 20;
 
     Pool() = default;
     Result<uint64_t> commit_next(uint64_t bytes) REQUIRES(commit_mutex_);
     void reserve_for(uint64_t bytes);
+    void set_grain();
+    void add_absent();
+    uint64_t collapse_shared() EXCLUDES(commit_mutex_);
+    bool get_memory(uint64_t min, uint64_t want);
+    uint64_t lease_bytes_max() const { return std::clamp(size_now() / 128, kSlabMin, kSlabMax); }
+    // The loop has the commit_mutex_: a mutex alone could be the other thread's again and again.
+    void end_loop_wait() {
+        loop_waits_ = false;
+        loop_waits_.notify_all();
+    }
+    std::optional<Extent> find_lease(uint64_t min, uint64_t want);
     std::optional<Extent> open_lease(uint64_t min, uint64_t want, uint64_t align);
 
     PoolOptions options_;
@@ -143,6 +206,16 @@ class Pool {
     };
     Scrub scrub_;
     bool memory_short_ = false;
+    // Of the arena, what has no memory. It is absent_'s free space, and allocated in allocator_. Changed on
+    // the loop, under the commit_mutex_ together with the arena: the thread that gathers pages must not bring
+    // back what was given away.
+    ExtentAllocator absent_;
+    uint64_t grain_bytes_ = 0;
+    uint64_t obtainable_bytes_ = 0;
+    uint64_t collapsed_ = 0;  // of the arena, looked at by collapse_shared()
+    OnShort on_short_;
+    ShareCounters share_counters_;
+    TenantLimits limits_;
     Mutex commit_mutex_;  // of the arena's growth: its pieces are committed one after the other
     std::function<bool(uint64_t)> may_commit_;
     std::atomic<bool> loop_waits_{false};

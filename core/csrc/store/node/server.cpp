@@ -118,17 +118,23 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     Status fits =
         check_room(arenas_bytes, options.pools.size() == 1 ? options.size_option : "", options.memory_root);
     if (!fits) return fits.error();
+    if (Status status = MemoryShares::check(options.pools, options.tenant_limits); !status)
+        return status.error();
     std::unique_ptr<Server> server(new Server(std::move(options)));
     server->options_.cluster.journal = server->journal_;
     if (Status status = server->make_loop(); !status) return status.error();
     for (PoolOptions pool_options : server->options_.pools) {
         // One setting for all tenants.
         pool_options.object_share = server->options_.limits.object_share;
+        const TenantLimits limits = server->options_.tenant_limits[pool_options.tenant];
+        const uint64_t configured_bytes = pool_options.arena_bytes;
+        MemoryShares::apply(pool_options, limits);
         Result<std::unique_ptr<Pool>> pool = Pool::create(pool_options, server->incarnation_);
         if (!pool) return pool.error();
-        if (!server->pools_.emplace(pool_options.tenant, std::move(*pool)).second) {
-            return Error{Code::kInvalidArgument, "two tenants are named " + pool_options.tenant};
-        }
+        auto [made, is_new] = server->pools_.emplace(pool_options.tenant, std::move(*pool));
+        if (!is_new) return Error{Code::kInvalidArgument, "two tenants are named " + pool_options.tenant};
+        made->second->set_limits(limits);
+        if (MemoryShares::limits_memory(limits)) server->shares_.add(*made->second, configured_bytes, limits);
     }
     ServerOptions& o = server->options_;
     o.ssd.ranges = server->removals_.ranges();
@@ -361,7 +367,7 @@ void Server::reserve_memory() {
                 memory_error_ = 1;
                 journal_->note(Level::kError, "memory_short", "",
                                "the arena of tenant " + pool->tenant() + " stays at a part of its " +
-                                   size_text(pool->arena_bytes()) + ": " + bytes.error().text);
+                                   size_text(pool->start_bytes()) + ": " + bytes.error().text);
                 post([p = pool.get()] { p->memory_is_short(); });
                 break;
             }
@@ -386,7 +392,7 @@ Server::Memory Server::memory() const {
     Memory m{0, 0, memory_error_ != 0};
     for (const auto& [tenant, pool] : pools_) {
         m.reserved_bytes += pool->committed_bytes();
-        m.bytes += pool->arena_bytes();
+        m.bytes += pool->start_bytes();
     }
     return m;
 }
@@ -604,6 +610,7 @@ void Server::end_withdrawn() {
 // Every 100 ms on the loop. All parts are bounded: soft pins that end, the SSD tier's cleaning, and so many
 // bytes of scrubbing as the setting allows in this time.
 void Server::on_tick(uint64_t now) {
+    shares_.on_tick();
     for (auto& [tenant, pool] : pools_) {
         pool->table().on_time(now);
         pool->publish_free_bytes();
@@ -640,6 +647,33 @@ void Server::note_ssd_trouble() {
 
 bool Server::call_on_loop(std::function<void()> f) { return running_ && loop_->call(std::move(f), kCallMs); }
 
+Status Server::set_limits(LimitsByTenant limits) {
+    if (!running_) return take_limits(limits);
+    auto answer = std::make_shared<Status>(success());
+    auto given = std::make_shared<LimitsByTenant>(std::move(limits));
+    bool ran = call_on_loop([this, answer, given] { *answer = take_limits(*given); });
+    if (!ran) return Error{Code::kUnavailable, "the node did not take the tenants' limits in time"};
+    return *answer;
+}
+
+// What a tenant of this node had no limits of when the node started stays as it is: a card may have pinned
+// its memory.
+Status Server::take_limits(const LimitsByTenant& limits) {
+    Result<std::vector<std::string>> later = shares_.set(limits);
+    if (!later) return later.error();
+    for (auto& [tenant, pool] : pools_) {
+        auto it = limits.find(tenant);
+        const TenantLimits now = it == limits.end() ? TenantLimits{} : it->second;
+        pool->set_limits(now);
+        if (MemoryShares::limits_memory(now) && shares_.of(*pool) == nullptr) {
+            later->push_back("dram_min and dram_max of tenant " + tenant +
+                             ", which had neither before, come into force when the node starts anew");
+        }
+    }
+    for (const std::string& sentence : *later) journal_->note(Level::kWarning, "limits_later", "", sentence);
+    return success();
+}
+
 bool Server::check_integrity() {
     auto sound = std::make_shared<bool>(true);
     bool ran = call_on_loop([this, sound] {
@@ -652,7 +686,11 @@ bool Server::check_integrity() {
 
 std::vector<std::pair<std::string, uint64_t>> Server::snapshot() {
     auto rows = std::make_shared<std::vector<std::pair<std::string, uint64_t>>>();
-    if (!call_on_loop([this, rows] { *rows = gauges(); })) return {};
+    bool ran = call_on_loop([this, rows] {
+        *rows = gauges();
+        add_tenant_gauges(*rows);
+    });
+    if (!ran) return {};
     // The member's numbers are atomics, or have a mutex of their own: they need no loop.
     if (member_ != nullptr) {
         for (auto& row : member_->gauges()) rows->push_back(std::move(row));
@@ -689,7 +727,7 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         objects_max += pool->table().objects_max();
         capacity += pool->capacity();
         free_bytes += pool->free_bytes();
-        arena += pool->arena_bytes();
+        arena += pool->start_bytes();
         huge += pool->huge_bytes();
     }
     for (auto& [fd, connection] : connections_) {
@@ -763,6 +801,41 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         rows.emplace_back("events_overflows_total", c.overflows_total);
     }
     return rows;
+}
+
+// Of each tenant, where there are several or one has limits: kTenantsShown at most. A name that a label
+// cannot have is left out, too.
+void Server::add_tenant_gauges(std::vector<std::pair<std::string, uint64_t>>& rows) const {
+    constexpr size_t kTenantsShown = 256;
+    if (pools_.size() == 1 && shares_.empty()) return;
+    size_t shown = 0;
+    for (const auto& [tenant, pool] : pools_) {
+        if (shown == kTenantsShown) break;
+        if (tenant.find_first_of("\"\\") != tenant.npos) continue;
+        ++shown;
+        auto add = [&, of = "{tenant=\"" + tenant + "\"}"](const char* name, uint64_t value) {
+            rows.emplace_back(name + of, value);
+        };
+        const TenantLimits& limits = pool->limits();
+        const MemoryShares::Bounds* bounds = shares_.of(*pool);
+        const Pool::ShareCounters& c = pool->share_counters();
+        add("tenant_dram_bytes", pool->held_bytes());
+        add("tenant_dram_used_bytes", pool->capacity() - pool->free_bytes());
+        add("tenant_dram_min_bytes", bounds == nullptr ? pool->arena_bytes() : bounds->min);
+        add("tenant_dram_max_bytes", bounds == nullptr ? pool->arena_bytes() : bounds->max);
+        add("tenant_pinned_bytes", pool->table().counters().pinned_bytes);
+        if (limits.pins_max) add("tenant_pins_max_bytes", *limits.pins_max);
+        add("tenant_evicted_total", pool->table().counters().evicted_total);
+        add("tenant_evicted_for_others_total", c.evicted);
+        add("tenant_evicted_for_others_bytes_total", c.evicted_bytes);
+        add("tenant_refused_total", c.refused);
+        if (ssd_ == nullptr) continue;
+        add("tenant_ssd_bytes", ssd_->bytes_of(*pool));
+        if (limits.ssd_max) add("tenant_ssd_max_bytes", *limits.ssd_max);
+        add("tenant_ssd_dropped_total", ssd_->dropped_of(*pool));
+    }
+    rows.emplace_back("tenants", pools_.size());
+    rows.emplace_back("tenants_shown", shown);
 }
 
 }  // namespace moonpool

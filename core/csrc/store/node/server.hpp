@@ -23,6 +23,7 @@
 #include "base/service_thread.hpp"
 #include "base/soft_limit.hpp"
 #include "store/node/block_events.hpp"
+#include "store/node/memory_shares.hpp"
 #include "store/node/node_member.hpp"
 #include "store/node/node_metrics.hpp"
 #include "store/node/outgoing_objects.hpp"
@@ -43,6 +44,7 @@ struct ServerOptions {
     Secrets token;
     std::shared_ptr<TenantKeys> tenants = std::make_shared<TenantKeys>();  // keys beside the token
     std::vector<PoolOptions> pools;
+    LimitsByTenant tenant_limits;  // of some of them
     Limits limits;
     uint64_t scrub_bytes_per_s = 64ull << 20;             // 0: no scrub
     std::vector<std::string> listen;                      // TCP addresses, host:port; none: this host only
@@ -75,6 +77,9 @@ class Server {
     Journal& journal() const { return *journal_; }
     // The tenants' own keys, from now on. Connections by others end within a tick. Any thread.
     void set_tenants(std::vector<TenantRow> rows) { options_.tenants->replace(std::move(rows)); }
+
+    // The tenants' limits, from now on. An error: those from before are in force. Any thread but the loop's.
+    Status set_limits(LimitsByTenant limits);
 
     // One end of a fresh socket pair, already accepted: the way in for the process that embeds the node.
     Result<Fd> dial();
@@ -137,6 +142,8 @@ class Server {
         if (running_) post(std::move(f));
     }
     std::vector<std::pair<std::string, uint64_t>> gauges();
+    void add_tenant_gauges(std::vector<std::pair<std::string, uint64_t>>& rows) const;
+    Status take_limits(const LimitsByTenant& limits);
     void reserve_memory();
     void note_ssd_trouble();
 
@@ -144,6 +151,7 @@ class Server {
     Incarnation incarnation_;
     NodeMetrics metrics_;
     std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
+    MemoryShares shares_;
     std::unique_ptr<BlockEvents> events_;  // nullptr: off
     bool events_begun_ = false;            // of the thread that begins them
     std::unique_ptr<SsdTier> ssd_;         // nullptr: none

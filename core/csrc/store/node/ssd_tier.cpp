@@ -23,6 +23,8 @@ constexpr uint32_t kNone = UINT32_MAX;
 constexpr uint32_t kWritesMax = 64;               // objects that are held while they are written,
 constexpr uint64_t kWriteBytesMax = 64ull << 20;  // and their bytes, unless it is one
 constexpr size_t kMatesMax = 64;                  // of a group that is written in one go
+constexpr uint32_t kTrimMax = 1024;               // objects that go in one go, for a tenant's limit
+constexpr uint64_t kRecordBesides = 8u << 10;     // of a record, beside its object: header and rounding
 constexpr int kLooksMax = 1024;                   // at objects that may be written, in one go
 constexpr uint32_t kLostPerTick = 65536;          // entries of a directory that is given up
 constexpr uint32_t kReadsMax = 65536;             // that wait in one log
@@ -68,6 +70,7 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
     for (auto& [name, pool] : pools) {
         Tenant& tenant = tier->tenants_[name];
         tenant.pool = pool.get();
+        tenant.owner = pool->owner();
         tenant.spaces.resize(tier->devices_.size());
         // Though memory may not have the old object: a disk may.
         pool->set_on_space_closed(
@@ -223,8 +226,41 @@ void SsdTier::on_tick() {
     for (auto& log : devices_) gone(log->take_lost(kLostPerTick));
     for (auto& [name, tenant] : tenants_) {
         tenant.resting = false;
+        // A limit that was lowered.
+        if (auto most = tenant.pool->limits().ssd_max) trim(tenant, *most, kTrimMax);
         clean(tenant);
     }
+}
+
+uint64_t SsdTier::bytes_of(const Pool& pool) const {
+    uint64_t bytes = 0;
+    for (const auto& log : devices_) bytes += log->bytes_of(tenant_of(pool).owner);
+    return bytes;
+}
+
+// Removes the oldest of the tenant's objects, of the directory that has the most of them. False: it still has
+// more.
+bool SsdTier::trim(Tenant& tenant, uint64_t bytes_max, uint32_t most) {
+    for (size_t i = 0; i < devices_.size(); ++i) {
+        uint64_t all = bytes_of(*tenant.pool);
+        if (all <= bytes_max) return true;
+        ssd::Log& fullest = **std::ranges::max_element(
+            devices_, {}, [&](const auto& log) { return log->bytes_of(tenant.owner); });
+        uint64_t here = fullest.bytes_of(tenant.owner);
+        tenant.dropped_total += fullest.trim(tenant.owner, here - std::min(here, all - bytes_max), most);
+    }
+    return bytes_of(*tenant.pool) <= bytes_max;
+}
+
+// For a record of an object of that size, within the tenant's limit. At the node's stop the objects that were
+// used last come first, and none goes for another.
+bool SsdTier::make_room(Tenant& tenant, uint64_t bytes) {
+    std::optional<uint64_t> most = tenant.pool->limits().ssd_max;
+    if (!most) return true;
+    uint64_t needed = bytes + kRecordBesides + tenant.writing_bytes;
+    if (needed > *most) return false;
+    if (flushing_) return bytes_of(*tenant.pool) <= *most - needed;
+    return trim(tenant, *most - needed, kTrimMax);
 }
 
 bool SsdTier::wants_cleaning(const Tenant& tenant) const {
@@ -238,6 +274,7 @@ bool SsdTier::wants_cleaning(const Tenant& tenant) const {
     double share = options_.clean_share * static_cast<double>(pool.capacity());
     double wanted = std::min(share + static_cast<double>(tenant.promoted_bytes),
                              static_cast<double>(bytes_) / 2 / static_cast<double>(tenants_.size()));
+    if (auto most = pool.limits().ssd_max) wanted = std::min(wanted, static_cast<double>(*most) / 2);
     return static_cast<double>(clean) < wanted;
 }
 
@@ -281,6 +318,16 @@ bool SsdTier::write_next(Tenant& tenant) {
         return true;
     }
     uint64_t bytes = entry.size;
+    std::optional<uint64_t> most = tenant.pool->limits().ssd_max;
+    bool too_large = most && bytes + kRecordBesides > *most;
+    if (too_large || !make_room(tenant, bytes)) {
+        if (too_large || flushing_) {
+            ++not_saved_total_;
+            return true;
+        }
+        tenant.dirty.push_front(next);  // what is being written now has its place first
+        return false;
+    }
     std::span<const std::byte> data(tenant.pool->data() + entry.offset, bytes);
     auto done = [this, &tenant, device, next, hash, bytes](ssd::Outcome outcome) {
         post_([this, &tenant, device, next, hash, bytes, outcome] {

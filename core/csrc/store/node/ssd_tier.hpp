@@ -86,6 +86,11 @@ class SsdTier {
     // The same for subscribers; mostly there are none.
     void set_listener(std::function<void(const Hash128&, bool added)> f) { listener_ = std::move(f); }
 
+    // Bytes of a tenant's records, in all directories.
+    uint64_t bytes_of(const Pool& pool) const;
+    // Objects of it that went because it had its most bytes.
+    uint64_t dropped_of(const Pool& pool) const { return tenant_of(pool).dropped_total; }
+
     void on_tick();
     // Writes everything that is not written; `done` is called when there is nothing more to do.
     void flush(std::function<void()> done);
@@ -109,7 +114,9 @@ class SsdTier {
     };
     struct Tenant {
         Pool* pool = nullptr;
-        std::deque<Dirty> dirty;  // coldest first, roughly: one that was used meanwhile goes to the back
+        std::string owner;           // of its spaces, as the logs know it
+        uint64_t dropped_total = 0;  // for its limit of bytes
+        std::deque<Dirty> dirty;     // coldest first, roughly: one that was used meanwhile goes to the back
         uint64_t writing_bytes = 0;
         // That came back from a disk and stand before what is not written yet: each drives out as many bytes
         // at the cold end.
@@ -130,6 +137,9 @@ class SsdTier {
 
     SsdTier(const SsdOptions& options, Post post) : options_(options), post_(std::move(post)) {}
     Tenant& tenant_of(const Pool& pool) { return tenants_.find(pool.tenant())->second; }
+    const Tenant& tenant_of(const Pool& pool) const { return tenants_.find(pool.tenant())->second; }
+    bool make_room(Tenant& tenant, uint64_t bytes);
+    bool trim(Tenant& tenant, uint64_t bytes_max, uint32_t most);
     ssd::Key key(Tenant& tenant, size_t device, uint32_t space, const Hash128& hash, std::string_view name);
     size_t home(const Hash128& hash) const;
     void keep_newest();

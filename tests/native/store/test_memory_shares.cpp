@@ -1,0 +1,303 @@
+#include <doctest/doctest.h>
+#include <sys/stat.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../random.hpp"
+#include "store/node/memory_shares.hpp"
+#include "store/shared/shared_index.hpp"
+
+using namespace moonpool;
+
+namespace {
+
+constexpr uint64_t kMiB = 1 << 20;
+constexpr uint64_t kObject = 256u << 10;
+
+// Tenants of one node with a MemoryShares, as the server makes them, and what their clients do.
+class Tenants {
+   public:
+    struct Given {
+        std::string name;
+        uint64_t bytes;
+        TenantLimits limits;
+    };
+
+    explicit Tenants(const std::vector<Given>& given) {
+        for (const Given& each : given) {
+            PoolOptions options;
+            options.tenant = each.name;
+            options.arena_bytes = each.bytes;
+            MemoryShares::apply(options, each.limits);
+            auto made = Pool::create(options, Incarnation{});
+            REQUIRE(made);
+            pools_.push_back(std::move(*made));
+            Pool& pool = *pools_.back();
+            while (*pool.commit_memory() != 0) {
+            }
+            pool.open_memory();
+            if (MemoryShares::limits_memory(each.limits)) shares.add(pool, each.bytes, each.limits);
+            spaces_.push_back(*pool.open_space("default", "", 8));
+        }
+    }
+
+    Pool& pool(size_t tenant) { return *pools_[tenant]; }
+
+    // False: there was no memory for it.
+    bool put(size_t tenant, int number, uint64_t bytes = kObject) {
+        Pool& pool = this->pool(tenant);
+        std::optional<Extent> lease = pool.lease(bytes, bytes);
+        if (!lease) return false;
+        std::string name = "k" + std::to_string(number);
+        REQUIRE(pool.leases().commit({lease->offset, bytes}));
+        REQUIRE(pool.table().commit(spaces_[tenant], pool.hash(spaces_[tenant], name), name,
+                                    {lease->offset, bytes}, 0, kNoSlot,
+                                    true) == ObjectTable::Commit::kStored);
+        pool.leases().close(lease->offset);
+        return true;
+    }
+    void put_many(size_t tenant, int n) {
+        for (int i = 0; i < n; ++i) REQUIRE(put(tenant, i));
+    }
+    uint32_t slot(size_t tenant, int number) {
+        return pool(tenant).find(spaces_[tenant], "k" + std::to_string(number));
+    }
+    int hits(size_t tenant, int n) {
+        int found = 0;
+        for (int i = 0; i < n; ++i) found += slot(tenant, i) != kNoSlot;
+        return found;
+    }
+    uint64_t held() const {
+        uint64_t all = 0;
+        for (const auto& pool : pools_) all += pool->held_bytes();
+        return all;
+    }
+    // What the kernel says that the arena's file has.
+    uint64_t of_system(size_t tenant) {
+        struct stat file {};
+        REQUIRE(::fstat(pool(tenant).arena_fd(), &file) == 0);
+        return static_cast<uint64_t>(file.st_blocks) * 512;
+    }
+    uint64_t settled(size_t tenant) {
+        const IndexWriter& index = pool(tenant).table().index();
+        Result<Fd> fd = index.read_only_fd();
+        REQUIRE(fd);
+        Result<IndexReader> reader = IndexReader::open(fd->get(), index.bytes(), Incarnation{});
+        REQUIRE(reader);
+        return reader->settled_bytes();
+    }
+    void check() {
+        for (size_t i = 0; i < pools_.size(); ++i) {
+            CHECK(pools_[i]->check_integrity());
+            CHECK(of_system(i) == pools_[i]->held_bytes());
+        }
+    }
+
+    MemoryShares shares;
+
+   private:
+    std::vector<std::unique_ptr<Pool>> pools_;
+    std::vector<uint32_t> spaces_;
+};
+
+TenantLimits limits(std::optional<uint64_t> min, std::optional<uint64_t> max = {}) {
+    return {.dram_min = min, .dram_max = max, .ssd_max = {}, .pins_max = {}};
+}
+
+}  // namespace
+
+TEST_CASE("what limits mean") {
+    auto bounds = [](const TenantLimits& given, uint64_t configured) {
+        MemoryShares::Bounds b = MemoryShares::bounds(given, configured);
+        return std::pair(b.min, b.max);
+    };
+    CHECK(bounds(limits({}), 8) == std::pair<uint64_t, uint64_t>{8, 8});
+    CHECK(bounds(limits(2), 8) == std::pair<uint64_t, uint64_t>{2, 8});
+    CHECK(bounds(limits(12), 8) == std::pair<uint64_t, uint64_t>{12, 12});
+    CHECK(bounds(limits({}, 4), 8) == std::pair<uint64_t, uint64_t>{4, 4});
+    CHECK(bounds(limits({}, 16), 8) == std::pair<uint64_t, uint64_t>{8, 16});
+    CHECK(bounds(limits(2, 16), 8) == std::pair<uint64_t, uint64_t>{2, 16});
+}
+
+TEST_CASE("a tenant never holds more than its maximum, and evicts its own oldest content") {
+    Tenants t({{"a", 16 * kMiB, limits({}, 8 * kMiB)}, {"b", 16 * kMiB, {}}});
+    t.put_many(0, 64);
+    CHECK(t.pool(0).held_bytes() == 8 * kMiB);
+    CHECK(t.hits(0, 16) == 0);
+    CHECK(t.slot(0, 63) != kNoSlot);
+    CHECK(t.pool(1).held_bytes() == 16 * kMiB);
+    t.check();
+}
+
+TEST_CASE("free memory above a minimum is lent without an eviction, and comes back when it is needed") {
+    Tenants t({{"a", 16 * kMiB, limits(4 * kMiB)}, {"b", 16 * kMiB, limits(4 * kMiB, 64 * kMiB)}});
+    t.put_many(0, 16);  // 4 MiB
+    t.put_many(1, 88);  // 22 MiB
+    CHECK(t.pool(0).table().counters().evicted_total == 0);
+    CHECK(t.pool(1).held_bytes() >= 22 * kMiB);
+    CHECK(t.hits(1, 88) == 88);
+    CHECK(t.held() <= 32 * kMiB);
+    t.check();
+    // Until both are equally far above their minimums.
+    t.put_many(0, 256);
+    t.put_many(1, 256);
+    for (size_t each : {0, 1}) {
+        CHECK(t.pool(each).held_bytes() >= 15 * kMiB);
+        CHECK(t.pool(each).held_bytes() <= 17 * kMiB);
+    }
+    CHECK(t.pool(1).share_counters().evicted > 0);
+    // Neither takes what the other needs as well.
+    auto moved = [&] {
+        return t.pool(0).share_counters().taken_bytes + t.pool(1).share_counters().taken_bytes;
+    };
+    uint64_t before = moved();
+    for (int i = 0; i < 256; ++i) {
+        REQUIRE(t.put(0, i));
+        REQUIRE(t.put(1, i));
+    }
+    CHECK(moved() - before <= 2 * kMiB);
+    t.check();
+}
+
+TEST_CASE("a tenant gets its minimum from the one that is furthest above its own") {
+    Tenants t({{"a", 24 * kMiB, limits(2 * kMiB)},
+               {"b", 8 * kMiB, limits(2 * kMiB)},
+               {"c", 2 * kMiB, limits(16 * kMiB)}});
+    t.put_many(0, 96);
+    t.put_many(1, 32);
+    int of_b = t.hits(1, 32);
+    t.put_many(2, 56);  // 14 MiB
+    CHECK(t.hits(2, 56) == 56);
+    CHECK(t.hits(1, 32) == of_b);
+    CHECK(t.pool(2).table().counters().evicted_total == 0);
+    CHECK(t.pool(0).share_counters().evicted > 0);
+    CHECK(t.pool(1).share_counters().evicted == 0);
+    // Of a minimum nothing goes, however much the others need.
+    t.put_many(0, 400);
+    t.put_many(1, 400);
+    CHECK(t.hits(2, 56) == 56);
+    t.check();
+}
+
+TEST_CASE("a tenant that lacks more than one other has above its minimum gets it from several") {
+    Tenants t({{"a", 8 * kMiB, limits(6 * kMiB)},
+               {"b", 8 * kMiB, limits(6 * kMiB)},
+               {"c", 2 * kMiB, limits(6 * kMiB)}});
+    t.put_many(0, 40);
+    t.put_many(1, 40);
+    CHECK(t.put(2, 0, kMiB));
+    CHECK(t.put(2, 1, 4 * kMiB));
+    for (size_t each : {0, 1, 2}) CHECK(t.pool(each).held_bytes() == 6 * kMiB);
+    t.check();
+}
+
+TEST_CASE("what readers have pinned is not taken, and a put that finds nothing is refused") {
+    Tenants t({{"a", 8 * kMiB, limits(0)}, {"b", 2 * kMiB, limits(8 * kMiB)}});
+    t.put_many(0, 32);
+    std::vector<uint32_t> pinned;
+    for (int i = 0; i < 32; ++i) {
+        if (uint32_t slot = t.slot(0, i); slot != kNoSlot) pinned.push_back(slot);
+    }
+    for (uint32_t slot : pinned) t.pool(0).table().pin(slot);
+    CHECK(t.put(1, 0, kMiB));
+    CHECK_FALSE(t.put(1, 1, 4 * kMiB));
+    CHECK(t.pool(1).share_counters().refused == 1);
+    CHECK(t.pool(0).share_counters().evicted == 0);
+    for (uint32_t slot : pinned) t.pool(0).table().unpin(slot, t.pool(0).table().generation(slot));
+    CHECK(t.put(1, 1, 4 * kMiB));  // at one place, though memory comes in pieces
+    t.check();
+}
+
+TEST_CASE("limits change while the node runs") {
+    Tenants t({{"a", 16 * kMiB, limits(4 * kMiB)}, {"b", 16 * kMiB, limits(4 * kMiB, 24 * kMiB)}});
+    t.put_many(0, 64);
+    t.put_many(1, 64);
+    auto set = [&](const TenantLimits& a, const TenantLimits& b) {
+        return t.shares.set({{"a", a}, {"b", b}});
+    };
+    Result<std::vector<std::string>> later = set(limits({}, 4 * kMiB), limits(4 * kMiB, 24 * kMiB));
+    REQUIRE(later);
+    CHECK(later->empty());
+    t.shares.on_tick();
+    CHECK(t.pool(0).held_bytes() == 4 * kMiB);
+    CHECK(t.hits(0, 64) > 0);
+    t.put_many(1, 256);
+    CHECK(t.pool(1).held_bytes() == 24 * kMiB);
+    t.put_many(0, 64);
+    CHECK(t.pool(0).held_bytes() == 4 * kMiB);
+    t.check();
+
+    CHECK_FALSE(set(limits(30 * kMiB), limits(4 * kMiB)));  // and nothing changes
+    CHECK(t.shares.of(t.pool(0))->max == 4 * kMiB);
+    later = set(limits(4 * kMiB), limits({}, 64 * kMiB));
+    REQUIRE(later);
+    CHECK(later->size() == 1);
+    CHECK(later->front().find("dram_max of tenant b is above the 24.0 MiB") == 0);
+}
+
+TEST_CASE("memory that was given back does not come back by a stray read") {
+    Tenants t({{"a", 8 * kMiB, limits({}, 4 * kMiB)}, {"b", 8 * kMiB, limits(0, 16 * kMiB)}});
+    t.put_many(1, 48);
+    CHECK(t.pool(1).held_bytes() == 12 * kMiB);
+    uint64_t sum = 0;
+    for (uint64_t at = 0; at < t.pool(1).arena_bytes(); at += 4096)
+        sum += static_cast<uint64_t>(*(static_cast<const volatile std::byte*>(t.pool(1).data()) + at));
+    CHECK(sum == 0);
+    CHECK(t.of_system(1) == 16 * kMiB);
+    t.shares.on_tick();
+    t.shares.on_tick();
+    t.check();
+    CHECK(t.hits(1, 48) > 40);
+}
+
+TEST_CASE("a tenant without limits gives nothing and gets nothing") {
+    Tenants t({{"a", 8 * kMiB, {}}, {"b", 8 * kMiB, limits(0, 32 * kMiB)}});
+    t.put_many(1, 128);
+    CHECK(t.pool(1).held_bytes() == 8 * kMiB);
+    t.put_many(0, 128);
+    CHECK(t.pool(0).held_bytes() == 8 * kMiB);
+    CHECK(t.pool(0).share_counters().given_bytes == 0);
+    t.check();
+}
+
+TEST_CASE("memory moves to and fro, and no byte is counted twice") {
+    testing::Random rng(7);
+    Tenants t({{"a", 80 * kMiB, limits(8 * kMiB, 120 * kMiB)},
+               {"b", 16 * kMiB, limits(4 * kMiB, 90 * kMiB)},
+               {"c", 8 * kMiB, limits(16 * kMiB, 30 * kMiB)}});
+    for (size_t each : {0, 1, 2}) {
+        while (t.pool(each).collapse_memory() != 0) {
+        }
+        CHECK(t.settled(each) == 0);  // so no card pins what may move
+    }
+    t.check();
+    std::vector<std::pair<size_t, uint32_t>> pinned;
+    for (int step = 0; step < 3000; ++step) {
+        size_t tenant = rng.next() % 3;
+        uint64_t bytes =
+            (rng.next() % 40 == 0 ? 1 + rng.next() % 6 : 0) * kMiB + 4096 * (1 + rng.next() % 128);
+        (void)t.put(tenant, static_cast<int>(rng.next() % 1000), bytes);
+        if (uint32_t slot = t.slot(tenant, static_cast<int>(rng.next() % 1000));
+            slot != kNoSlot && rng.next() % 8 == 0) {
+            t.pool(tenant).table().pin(slot);
+            pinned.emplace_back(tenant, slot);
+        }
+        if (pinned.size() > 20) {
+            auto [of, slot] = pinned.front();
+            t.pool(of).table().unpin(slot, t.pool(of).table().generation(slot));
+            pinned.erase(pinned.begin());
+        }
+        if (step % 50 == 0) t.shares.on_tick();
+        REQUIRE(t.held() <= 104 * kMiB);
+        if (step % 300 == 0) t.check();
+    }
+    t.check();
+    // Each still gets its minimum.
+    for (auto [of, slot] : pinned) t.pool(of).table().unpin(slot, t.pool(of).table().generation(slot));
+    for (size_t each : {2, 1, 0}) {
+        t.put_many(each, 400);
+        CHECK(t.pool(each).held_bytes() >= t.shares.of(t.pool(each))->min);
+    }
+}
