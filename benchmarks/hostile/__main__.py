@@ -26,6 +26,7 @@ from benchmarks.hostile.faults import frozen_threads, too_much_memory, two_stopp
 from benchmarks.hostile.large_bodies import large_bodies
 from benchmarks.hostile.nodes import connection_floods, other_hosts, replay_askers
 from benchmarks.hostile.strangers import forged, held_bodies
+from benchmarks.hostile.tenant_memory import tenant_memory
 from benchmarks.hostile.tenants import priority, tenants
 from benchmarks.options import make_parser
 from benchmarks.processes import end_on_sigterm
@@ -35,6 +36,7 @@ SCENARIOS: dict[str, Callable[[Setting], list[Row]]] = {
     "held_bodies": held_bodies,
     "tenants": tenants,
     "priority": priority,
+    "tenant_memory": tenant_memory,
     "forged": forged,
     "large_bodies": large_bodies,
     "killers": killers,
