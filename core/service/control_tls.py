@@ -69,19 +69,28 @@ def control_client_of(socket: str | Path) -> _native.TlsClient | None:
 
 
 def tls_settings_of(socket: str | Path) -> Config | None:
-    """Of a client of the node at ``socket``: from the environment, else from the file that the node wrote
-    beside its socket. None: there are none.
+    """Of a client of the node at ``socket``: what the environment says, and of what it does not name what the
+    node wrote into the file beside its socket. None: neither says anything.
     """
-    beside = socket_tls(Path(os.path.realpath(socket)))
-    named = any(variable in os.environ for variable in VARIABLES)
-    if not named and not os.path.exists(beside):  # or this user may not read it
+    told = _told_by(socket)
+    env = {variable: os.environ[variable] for variable in map(_variable, _KEYS) if variable in os.environ}
+    if not told and not any(variable in env for variable in VARIABLES):
         return None
     from moonpool.core.config.config import load
 
-    if named:
-        prefix = VARIABLES[0].removesuffix("CONTROL")
-        return load(env={k: v for k, v in os.environ.items() if k.startswith(prefix)})
-    return _settings_from(beside.read_bytes())
+    return load(env={_variable(name): value for name, value in told.items()} | env)
+
+
+def _told_by(socket: str | Path) -> dict[str, str]:
+    beside = socket_tls(Path(os.path.realpath(socket)))
+    if not os.path.exists(beside):  # or this user may not read it
+        return {}
+    told: dict[str, str] = json.loads(beside.read_bytes())
+    return {name: told[name] for name in _KEYS if name in told}  # a node of the release before names fewer
+
+
+def _variable(name: str) -> str:
+    return f"MOONPOOL_CLUSTER_{name.upper()}"
 
 
 def control_client_from(settings: bytes) -> _native.TlsClient | None:
@@ -103,10 +112,20 @@ def control_client_for(config: Config, socket: str = "") -> _native.TlsClient | 
 
 
 def tls_settings_for(config: Config, socket: str = "") -> Config | None:
-    """For our own commands: the configuration, else as tls_settings_of(socket)."""
-    if any(config.origin(f"cluster.{name}").kind != "default" for name in ("tls_control", "tls_data")):
-        return config
-    return tls_settings_of(socket or default_node_socket())
+    """For our own commands: the configuration, and of what it does not name what the node at ``socket`` wrote
+    beside its socket. None: neither says anything.
+    """
+    named = {
+        name: getattr(config.cluster, name)
+        for name in _KEYS
+        if config.origin(f"cluster.{name}").kind != "default"
+    }
+    if "tls_control" not in named and "tls_data" not in named:
+        return tls_settings_of(socket or default_node_socket())
+    from moonpool.core.config.config import load
+
+    told = _told_by(socket or default_node_socket()) | named
+    return load(env={}, arguments={f"cluster.{name}": value for name, value in told.items()})
 
 
 def control_settings(config: Config) -> bytes:

@@ -48,7 +48,7 @@ def data_server(config: Config) -> _native.TlsServer | None:
         raise wrong(
             'cluster.tls_data is "mutual" and cluster.tls_ca is empty; name the authorities that vouch for '
             "clients",
-            "tls_ca",
+            "cluster.tls_ca",
         )
     ca = cluster.tls_ca if cluster.tls_data == "mutual" else ""
     return _native.TlsServer(cluster.tls_cert, cluster.tls_key, ca, data=True)

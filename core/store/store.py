@@ -81,7 +81,7 @@ def open_client(
     fingerprint: bytes,
     embedded: int | str | None,
     token: bytes | None,
-    tls: PoolTls | None,
+    tls: PoolTls | _native.TlsClient | None,
     timeout_s: float,
 ) -> tuple[_native.Client, _native.Server | None]:
     """A connected native client, and the node that it embeds if any. Raises Unavailable or AuthError."""
@@ -103,6 +103,8 @@ def open_client(
     socket_path = str(paths.default_node_socket()) if node is None else node
     if token is None:
         token = paths.client_token(socket_path)
+    if isinstance(tls, _native.TlsClient):
+        tls = PoolTls(control=tls)
     if tls is None:
         tls = PoolTls() if server is not None else pool_tls_of(socket_path)
     client = _native.Client(
@@ -207,7 +209,8 @@ class Store:
     token:      the cluster token, or a key of the tenant; None: the configured one of these, else the token
     beside the socket.
     tls:        how the pool's master and nodes of other hosts are dialled (core.service.data_tls.pool_tls);
-    None: as the environment says, else as the node wrote beside its socket, else in plain.
+    A TlsClient alone: the master. None: as the environment says, and of what it does not as the node wrote
+    beside its socket, else in plain.
     timeout_s:  the longest wait without progress.
 
     Raises Unavailable when there is no node, AuthError when the token or the tenant is wrong.
@@ -227,7 +230,7 @@ class Store:
         fingerprint: bytes = b"",
         embedded: int | str | None = None,
         token: bytes | None = None,
-        tls: PoolTls | None = None,
+        tls: PoolTls | _native.TlsClient | None = None,
         timeout_s: float = 2.0,
     ) -> None:
         self._client, self._server = open_client(

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from moonpool import Store, _native
 from moonpool.core.config.native_settings import master_settings, node_settings
+from moonpool.core.config.paths import socket_tls
 from moonpool.core.errors import AuthError, ConfigError, Error, ProtocolError
 from moonpool.core.service.control_tls import control_settings
-from moonpool.core.service.data_tls import PoolTls, data_server, pool_tls
+from moonpool.core.service.data_tls import PoolTls, data_server, pool_tls, pool_tls_for, pool_tls_of
 
 from .store_bed import MIB, TOKEN, until
 from .tls_bed import MAGIC, Sniffer, made, pem
@@ -246,18 +247,66 @@ def test_a_connection_that_is_changed_on_its_way_brings_no_byte(
         assert bytes(store.get("key") or b"") == content
 
 
-class Changer(Sniffer):
+def test_what_is_broken_behind_good_bytes_is_no_wait(node: Callable[..., Node], data: dict[str, str]) -> None:
+    content = os.urandom(40_000)
+    at = node(data)
+    with store_at(at.address, data) as store:
+        assert store.put("key", content)
+    with Breaker(at.address, len(content)) as breaker, store_at(breaker.address, data) as store:
+        assert store.get("no key") is None
+        breaker.armed = True
+        with pytest.raises(ProtocolError, match=r"TLS with .* broke"):
+            store.get("key", into=bytearray(len(content)))
+
+
+def test_of_what_the_environment_does_not_name_the_nodes_file_is_heard(
+    data: dict[str, str], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that names tls_control alone, as before, speaks to nodes inside TLS as well."""
+    node = runtime_dir / "node-a.sock"
+    socket_tls(node).write_bytes(control_settings(made(data)))
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TLS_CONTROL", "on")
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TLS_CA", data["tls_ca"])
+    told = pool_tls_of(node)
+    assert told.control is not None
+    assert told.data is not None
+    ours = pool_tls_for(made({"tls_control": "on", "tls_ca": data["tls_ca"]}), str(node))
+    assert ours.control is not None
+    assert ours.data is not None
+    assert pool_tls_for(made({"tls_data": "off"}), str(node)).data is None
+
+
+class Between(Sniffer):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Breaker(Between):
+    """Once ``armed``, holds the target's answer until ``most`` bytes are there, and changes the last one."""
+
+    def __init__(self, target: str, most: int) -> None:
+        self.most, self.armed, self.held = most, False, b""
+        super().__init__(target)
+
+    def change(self, seen: bytearray, piece: bytes) -> bytes:
+        if seen is not self.down or not self.armed:
+            return piece
+        self.held += piece
+        if len(self.held) < self.most:
+            return b""
+        self.armed = False
+        return self.held[:-1] + bytes([self.held[-1] ^ 1])
+
+
+class Changer(Between):
     """Changes one byte of what the target says, behind the first ``after``."""
 
     def __init__(self, target: str, after: int) -> None:
         self.after, self.changed = after, False
         super().__init__(target)
-
-    def __enter__(self) -> Changer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def change(self, seen: bytearray, piece: bytes) -> bytes:
         if seen is not self.down or self.changed or len(seen) < self.after:

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "wire/address.hpp"
 #include "wire/openssl.hpp"
@@ -172,7 +173,7 @@ ssize_t TlsStream::read_record(int fd) {
         ssize_t n = ::recv(fd, &first, 1, MSG_PEEK | MSG_DONTWAIT);
         if (n <= 0) return n;
         if (first != kTlsHandshake && first != kTlsAlert) {
-            not_tls_ = true;
+            not_tls_ = broken_ = true;
             errno = EPROTO;
             return -1;
         }
@@ -186,6 +187,7 @@ ssize_t TlsStream::read_record(int fd) {
         bool in_header = have_ < kHeader;
         size_t length = size_t{header_[3]} << 8 | header_[4];
         if (!in_header && length > kTlsRecordBytes + kRecordOverheadMax) {
+            broken_ = true;
             errno = EPROTO;
             return -1;
         }
@@ -216,8 +218,10 @@ ssize_t TlsStream::read_record(int fd) {
 // Keeps what error() needs to say the reason later; the first error in the queue is the cause, the last
 // ones are consequences.
 TlsStream::Step TlsStream::fail() {
-    reason_ = lib_.ERR_get_error();
-    verify_result_ = lib_.SSL_get_verify_result(ssl_);
+    if (!std::exchange(broken_, true)) {
+        reason_ = lib_.ERR_get_error();
+        verify_result_ = lib_.SSL_get_verify_result(ssl_);
+    }
     lib_.ERR_clear_error();
     errno = EPROTO;
     return Step::kFailed;
@@ -248,6 +252,7 @@ TlsStream::Step TlsStream::handshake(int fd) {
 // Some records carry no text (a key update, an alert): then the next one is read, up to kEmptyRecordsMax in
 // one call.
 ssize_t TlsStream::receive(int fd, void* data, size_t size) {
+    if (is_over()) return over();
     int want = static_cast<int>(std::min<size_t>(size, 1u << 30));
     for (int records = 0; records < kEmptyRecordsMax; ++records) {
         if (records != 0 || lib_.SSL_pending(ssl_) == 0) {
@@ -263,10 +268,18 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
         }
         if (error != kErrorWantRead) {
             fail();
-            return -1;
+            (void)flush(fd);  // the alert that tells the other side
+            return over();
         }
     }
     errno = EAGAIN;
+    return -1;
+}
+
+// What is the end of the stream for the caller that meets it is so for all that follow.
+ssize_t TlsStream::over() const {
+    if (!broken_) return 0;
+    errno = EPROTO;
     return -1;
 }
 
@@ -293,6 +306,7 @@ ssize_t TlsStream::receive(int fd, const iovec* parts, size_t n) {
 // Several records go to the socket at once: the other side is woken once for them. A memory BIO takes all of
 // a write, so there is no partial one to repeat.
 ssize_t TlsStream::send(int fd, const iovec* parts, size_t n) {
+    if (broken_) return over();
     if (!flush(fd)) return -1;
     ssize_t all = 0;
     size_t batch = 0;
@@ -330,6 +344,7 @@ bool TlsStream::flush(int fd) {
             sent_ += static_cast<size_t>(n);
         }
         size_t waiting = lib_.BIO_ctrl_pending(out_);
+        out_grew_ |= waiting > 2 * kTlsRecordBytes;
         sent_ = sending_bytes_ = 0;
         if (waiting == 0) {
             if (sending_room_ > kKeptBytes) {
@@ -347,6 +362,17 @@ bool TlsStream::flush(int fd) {
     }
 }
 
+// OpenSSL's memory grows with what was written at once, and stays so.
+void TlsStream::shrink() {
+    if (!std::exchange(out_grew_, false)) return;
+    if (unsent()) {
+        out_grew_ = true;
+        return;
+    }
+    out_ = lib_.BIO_new(lib_.BIO_s_mem());
+    lib_.SSL_set_bio(ssl_, in_, out_);  // frees the one before, and keeps in_
+}
+
 size_t TlsStream::unsent_bytes() const { return sending_bytes_ - sent_ + lib_.BIO_ctrl_pending(out_); }
 
 void TlsStream::end(int fd) {
@@ -356,7 +382,7 @@ void TlsStream::end(int fd) {
     (void)flush(fd);
 }
 
-bool TlsStream::pending() const { return lib_.SSL_pending(ssl_) > 0; }
+size_t TlsStream::pending_bytes() const { return static_cast<size_t>(std::max(lib_.SSL_pending(ssl_), 0)); }
 
 Error TlsStream::error(const std::string& peer) const {
     // The codes of verification are the same in OpenSSL 1.1.1 and 3; their own words would not name a

@@ -48,8 +48,8 @@ class TlsStream {
     // send() may keep what it took: until flush() has given it to the socket, unsent() is true.
     ssize_t receive(int fd, void* data, size_t size);
     ssize_t send(int fd, const void* data, size_t size);
-    // Of several ranges: as much as is there, or as the socket takes. What failed behind some bytes fails
-    // with the next call.
+    // Of several ranges: as much as is there, or as the socket takes. What failed behind some bytes, or ended
+    // behind them, does so for each call that follows.
     ssize_t receive(int fd, const iovec* parts, size_t n);
     ssize_t send(int fd, const iovec* parts, size_t n);
     bool flush(int fd);  // false: errno says why, EAGAIN when the socket has no room
@@ -61,7 +61,10 @@ class TlsStream {
     bool ended_well() const { return ended_well_; }
 
     // Plain text that was received and not yet asked for; a poll of the socket does not tell of it.
-    bool pending() const;
+    bool pending() const { return pending_bytes() != 0; }
+    size_t pending_bytes() const;
+    // Gives back memory that many bytes at once took, where none of them wait any more.
+    void shrink();
     bool inside_record() const { return have_ != 0; }
     bool heard() const { return spoke_; }  // anything of the other side
     // What came first is no TLS; none of it was read.
@@ -79,6 +82,8 @@ class TlsStream {
 
     ssize_t read_record(int fd);
     Step fail();
+    bool is_over() const { return broken_ || ended_well_; }
+    ssize_t over() const;
 
     const OpenSsl& lib_;
     ssl_st* ssl_;
@@ -93,6 +98,8 @@ class TlsStream {
     bool not_tls_ = false;
     bool ended_ = false;
     bool ended_well_ = false;
+    bool broken_ = false;                   // for good: fail() has kept why
+    bool out_grew_ = false;                 // out_ has had many records at once
     std::unique_ptr<std::byte[]> sending_;  // out of out_, on its way to the socket
     size_t sending_room_ = 0, sending_bytes_ = 0;
     size_t sent_ = 0;

@@ -252,10 +252,17 @@ ssize_t Session::send_some(const iovec* parts, size_t n_parts, bool wait) {
     return ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL | (wait ? 0 : MSG_DONTWAIT));
 }
 
+bool Session::tls_ready() {
+    pollfd room{fd_.get(), POLLOUT, 0};
+    return ::poll(&room, 1, 0) == 1 && tls_->flush(fd_.get());
+}
+
 Status Session::flush_tls() {
+    if (tls_ == nullptr) return success();
     Signals signals(fd_.get());
-    while (tls_ != nullptr && !tls_->flush(fd_.get())) {
+    for (size_t before = tls_->unsent_bytes(); !tls_->flush(fd_.get());) {
         if (errno != EAGAIN) return send_failed();
+        if (std::exchange(before, tls_->unsent_bytes()) > tls_->unsent_bytes()) signals.moved();
         if (opening_) {
             if (Status ready = wait(POLLOUT); !ready) return ready;
         } else if (!ready(POLLOUT) && !signals.again()) {
@@ -483,6 +490,8 @@ bool Session::drain(bool wait) {
     if (unsent_.empty()) return true;
     size_t sent = 0;
     if (!wait) {
+        // TLS takes all at once, and what the socket had no room for would be waited for.
+        if (tls_ != nullptr && !tls_ready()) return false;
         iovec part{unsent_.data(), unsent_.size()};
         ssize_t n = send_some(&part, 1, false);
         if (n <= 0) return false;

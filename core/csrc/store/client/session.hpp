@@ -158,6 +158,7 @@ class Session {
     ssize_t receive_some(const iovec* parts, size_t n, bool near) REQUIRES(io_mutex_);
     ssize_t send_some(const iovec* parts, size_t n, bool wait) REQUIRES(io_mutex_);
     Status flush_tls() REQUIRES(io_mutex_);
+    bool tls_ready() REQUIRES(io_mutex_);  // the socket has room, and TLS has nothing for it
     bool ready(short events) REQUIRES(io_mutex_);
     Status send_all(const std::byte* data, size_t size) REQUIRES(io_mutex_);
     Status send_parts(std::span<const MemoryRef> parts) REQUIRES(io_mutex_);

@@ -72,13 +72,15 @@ bool Connection::on_readable(uint64_t now_ms) {
     // Only the hang-up is of interest: bytes stay in the socket until the parked frame has been answered.
     if (parked_ != nullptr) return !hung_up();
     constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
-    constexpr size_t kKeptMax = 64u << 10;
+    constexpr size_t kKeptMax = 64u << 10, kTlsOwnBytesMax = 1u << 20;
     // Into less than a record TLS may leave text inside, of which epoll does not tell.
     const size_t room_min = tls_ != nullptr ? kTlsRecordBytes : 4096;
     for (int round = 0; round < kRoundsMax || (tls_ != nullptr && tls_->pending()); ++round) {
         if (put_ != nullptr) {
             uint64_t received = 0;
-            if (!receive_put(received)) return false;
+            // Behind its turn it takes what TLS has inside, and no more.
+            uint64_t most = round < kRoundsMax ? UINT64_MAX : tls_->pending_bytes();
+            if (!receive_put(most, received)) return false;
             if (received == 0) return true;
             note_moved(received, now_ms);
             if (put_ != nullptr) continue;
@@ -89,7 +91,9 @@ bool Connection::on_readable(uint64_t now_ms) {
         if (n == 0) return false;
         if (n < 0) {
             if (errno == EINTR) continue;
-            return errno == EAGAIN;
+            if (errno != EAGAIN) return false;
+            // TLS may answer of itself.
+            return held_by_tls() == 0 || (held_by_tls() <= kTlsOwnBytesMax && flush());
         }
         if (!is_inside()) pace_.restart(now_ms);
         note_moved(static_cast<uint64_t>(n), now_ms);
@@ -401,6 +405,7 @@ bool Connection::on_events(uint32_t events) {
 }
 
 bool Connection::on_tick(uint64_t now_ms) {
+    if (tls_ != nullptr) tls_->shrink();
     bool alive = check_deadlines(now_ms);
     if (!alive) server_.drop(fd());
     return alive;
@@ -410,11 +415,12 @@ bool Connection::on_tick(uint64_t now_ms) {
 // lose their pins here.
 bool Connection::flush() {
     constexpr uint64_t kTurnBytes = 1u << 20;  // then it is the turn of others
-    uint64_t sent = 0;
+    uint64_t sent = held_by_tls();
     bool alive = queue_.flush(fd_.get(), tls_.get(), kTurnBytes, sent_pieces_, sent);
+    sent -= std::min<uint64_t>(sent, held_by_tls());
     sent_some_ |= sent != 0;
     // Without a look at the clock where the socket took all.
-    if (sent != 0 && backlog() != 0) pace_.moved(sent, now_ms());
+    if (sent != 0 && unsent()) pace_.moved(sent, now_ms());
     for (const OutPiece& piece : sent_pieces_) pool_->table().unpin(piece.slot, piece.generation);
     sent_pieces_.clear();
     if (alive) want_events();

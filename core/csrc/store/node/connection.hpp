@@ -38,7 +38,7 @@ class Connection final : public EventHandler {
     bool on_events(uint32_t events) override;
     bool on_tick(uint64_t now_ms) override;
     // Of many bytes on their way, in or out, some gather while the loop sleeps.
-    bool expects_more() const override { return put_ == nullptr && queue_.backlog() == 0; }
+    bool expects_more() const override { return put_ == nullptr && !unsent(); }
 
     // Each returns false when the connection is over.
     bool greet();
@@ -104,7 +104,7 @@ class Connection final : public EventHandler {
     Begun begin_put(const FrameHeader& header);
     bool make_room(PutSink& put);
     void note_refusal(Code code, const std::string& text);
-    bool receive_put(uint64_t& received);
+    bool receive_put(uint64_t most, uint64_t& received);
     bool finish_put();
     PutOutcome store(const PutSink& put, const PutRow& row);
     bool on_read(const FrameHeader& header, Reader body);
@@ -133,7 +133,8 @@ class Connection final : public EventHandler {
     bool malformed(const char* what);
     bool discard();
     uint64_t backlog() const { return queue_.backlog(); }
-    bool unsent() const { return backlog() != 0 || (tls_ != nullptr && tls_->unsent()); }
+    size_t held_by_tls() const { return tls_ == nullptr ? 0 : tls_->unsent_bytes(); }
+    bool unsent() const { return backlog() != 0 || held_by_tls() != 0; }
     void want_events();
 
     Server& server_;

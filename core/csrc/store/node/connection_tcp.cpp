@@ -132,10 +132,15 @@ bool Connection::make_room(PutSink& put) {
     return true;
 }
 
-// received: what arrived; if anything, there may be more.
-bool Connection::receive_put(uint64_t& received) {
+// received: what arrived, `most` bytes at most; if anything, there may be more.
+bool Connection::receive_put(uint64_t most, uint64_t& received) {
     iovec parts[32];
     size_t n_parts = put_->targets(parts, 32);
+    for (size_t i = 0; i < n_parts; ++i) {
+        parts[i].iov_len = std::min<uint64_t>(parts[i].iov_len, most);
+        most -= parts[i].iov_len;
+        if (most == 0) n_parts = i + 1;
+    }
     if (n_parts != 0) {
         ssize_t n = tls_ != nullptr ? tls_->receive(fd_.get(), parts, n_parts)
                                     : ::readv(fd_.get(), parts, static_cast<int>(n_parts));

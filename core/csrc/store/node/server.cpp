@@ -559,14 +559,16 @@ void Server::adopt_remote(AuthenticatedConnection caller) {
         !has_room(caller.fd.get(), caller.tls.get(), true))
         return;
     int key = caller.fd.get();
+    // Of which no event will tell: what came along with the handshake, and what of it is still to go out.
     bool more = caller.tls != nullptr && caller.tls->pending();
+    bool unsent = caller.tls != nullptr && caller.tls->unsent();
     auto connection = std::make_shared<Connection>(*this, std::move(caller.fd), std::move(caller.tls),
                                                    now_ms(), *it->second, caller.access);
     if (!loop_->add(key, Connection::kFirstEvents, connection))
         return count(metrics_.connections_closed_total);
     connections_.emplace(key, connection);
     ++remote_connections_;
-    if (more) connection->on_events(EPOLLIN);  // of which no event will tell
+    if (more || unsent) connection->on_events((more ? EPOLLIN : 0u) | (unsent ? EPOLLOUT : 0u));
 }
 
 // The connection that waited goes on; it may end with that.
