@@ -52,6 +52,9 @@ class Change:
         )
 
 
+UNKNOWN = Change("it does not tell from where, or whether all of them")
+
+
 def change_by(method: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Change | None:
     """The change of weights that a call of this method of all workers makes or may make; None: none."""
     if not isinstance(method, str):

@@ -37,7 +37,7 @@ from moonpool.connectors.vllm.pool import Columns, Failed, Indices, KvTable, Poo
 from moonpool.connectors.vllm.reach import NULL_BLOCK
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.tiers import from_network, object_sizes
-from moonpool.connectors.vllm.weight_changes import Change
+from moonpool.connectors.vllm.weight_changes import UNKNOWN, Change
 from moonpool.connectors.weights import Pending
 from moonpool.core.errors import Error
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
@@ -53,7 +53,6 @@ FAILED = "the connector failed"
 VOID = "the prefix cache was reset meanwhile"
 SLEPT = "the engine went to sleep meanwhile"
 REPLACED = "the engine's weights were replaced meanwhile"
-UNKNOWN = Change("it does not tell from where, or whether all of them")
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,13 @@ class Membership:
 
     close = leave
 
+    def come_back(self) -> None:
+        """Joins again, under the weights as they are now: at once or, while they are being read, with a later
+        ``pool``. Refuses for good where they cannot be identified."""
+        self.leave()
+        self._left, self._reading = False, None
+        self._may_join()
+
     def refuse(self, why: str) -> None:
         """This engine never joins from here on; says so once."""
         self.leave()
@@ -81,7 +88,7 @@ class Membership:
         log("moonpool: encoder outputs are not shared: %s", why)
 
     def _may_join(self) -> bool:
-        """Tries to join for the first time, unless the weights are still being read. Whether it did."""
+        """Tries to join, unless the weights are still being read. Whether it did."""
         if self.refusal or self._left or (self._reading is not None and not self._reading.over.is_set()):
             return False
         try:

@@ -188,10 +188,12 @@ class SchedulerHalf:
         if report.left:
             self.leave()
         elif report.fingerprints:
-            if len(set(report.fingerprints)) > 1:
+            # Workers may have read their weights in different steps.
+            told = set(report.fingerprints) | ({self.membership.fingerprint} - {b""})
+            if len(told) > 1:
                 self.membership.refuse("its workers disagree about the weights that they serve")
-                return
-            self.membership.join(report.fingerprints[0])
+            elif not self.membership.fingerprint:
+                self.membership.join(report.fingerprints[0])
 
     def weights_changing(self, change: Change) -> None:
         """The engine is about to replace its weights: nothing is looked up until the workers have a name for

@@ -21,7 +21,7 @@ from moonpool.connectors.vllm.encoder.objects import HEADER_BYTES, NoOutput, Sha
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pool import Pool, Ticket
 from moonpool.connectors.vllm.repeats import Repeats, times
-from moonpool.connectors.vllm.weight_changes import Change
+from moonpool.connectors.vllm.weight_changes import UNKNOWN, Change
 from moonpool.core.errors import Error
 
 LOAD_TIMEOUT_S = 1.0  # of all loads of a step together
@@ -67,6 +67,9 @@ class WorkerHalf:
         self._answers: dict[Ticket, Any] = {}  # of loads
         self._waiting_bytes = 0
         self._report = EncoderReport()
+        self._returns = (
+            False  # the weights were replaced, and the fingerprint of the new ones is not reported
+        )
         self.armed = False  # whether the engine's model has its first weights
         self.whole = False  # whether the last load into the model gave it each parameter
         self.tally = Tally()
@@ -145,6 +148,8 @@ class WorkerHalf:
 
     def take_report(self) -> EncoderReport | None:
         """What the scheduler's half is to know of the step."""
+        if self._returns:
+            self._came_back()
         if self._saving and (pool := self.membership.pool()) is not None:
             self._poll(pool)
         if not self.tally and not self._report.left and not self._report.fingerprints:
@@ -159,7 +164,8 @@ class WorkerHalf:
     def leave(self) -> None:
         """The weights are about to be replaced. Returns when nothing is stored under the old fingerprint any
         more; outputs that were computed with them are not stored later."""
-        self.whole = False
+        self.whole = self._returns = False
+        self._report = EncoderReport()
         self.membership.leave()
         self._saving.clear()  # their threads have ended
         self._waiting_bytes = 0
@@ -170,7 +176,7 @@ class WorkerHalf:
         if self.armed and not self.membership.refusal:
             was_there = bool(self.membership.fingerprint)
             self.leave()
-            self._report = EncoderReport(left=True)
+            self._report.left = True
             if was_there:
                 change = Change("weights were given to its model")
                 self._log.warning(
@@ -178,18 +184,30 @@ class WorkerHalf:
                 )
 
     def come_back(self, *, known: bool) -> None:
-        """The engine has loaded weights from files.
+        """The engine has loaded weights from files: joins the pool again, later where they have to be read.
 
         known: whether they have a name.
         """
-        if not (known and self.whole) or self.membership.refusal:
+        if self.membership.refusal:
             return
-        try:
-            self.membership.join()
-        except Error as error:
-            self.membership.refuse(str(error))
+        if not (known and self.whole):
+            self._log.warning("moonpool: encoder outputs are not shared: %s", UNKNOWN.sentence)
             return
-        self._report = EncoderReport(fingerprints=[self.membership.fingerprint])
+        self._returns = True
+        self.membership.come_back()
+        if not self.membership.refusal and not self.membership.fingerprint:
+            self._log.info(
+                "moonpool: the new weights are being read; encoder outputs are shared from then on"
+            )
+
+    def _came_back(self) -> None:
+        """Reports the fingerprint of the new weights, once they are known."""
+        self.membership.pool()
+        self._returns = not (self.membership.refusal or self.membership.fingerprint)
+        if self.membership.refusal:
+            self._log.warning("moonpool: encoder outputs are not shared: %s", self.membership.refusal)
+        elif self.membership.fingerprint:
+            self._report = EncoderReport(fingerprints=[self.membership.fingerprint])
 
     def close(self) -> None:
         """Returns when all saves have ended."""

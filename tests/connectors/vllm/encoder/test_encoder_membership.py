@@ -98,3 +98,34 @@ def test_a_half_that_left_before_it_joined_stays_away() -> None:
     assert world.membership.pool() is None
     world.membership.join()
     assert world.membership.pool() == world.nodes[0].client
+
+
+def test_a_half_comes_back_when_the_new_weights_are_read() -> None:
+    world = World()
+    world.membership.pool()
+    over = threading.Event()
+    reading = SimpleNamespace(over=over, progress=lambda: "a half")
+    world.trouble = Pending("the weights", cast(Any, reading))
+    world.membership.come_back()
+    assert world.nodes[0].closed
+    assert (world.membership.pool(), world.membership.fingerprint, world.membership.refusal) == (
+        None,
+        b"",
+        "",
+    )
+    over.set()
+    world.trouble = None
+    assert world.membership.pool() == world.nodes[1].client
+    world.trouble = ConfigError("no such weights", operation="fingerprint")
+    world.membership.come_back()
+    assert "no such weights" in world.membership.refusal
+
+
+def test_weights_that_are_replaced_again_while_they_are_read_are_not_joined() -> None:
+    over = threading.Event()
+    world = World(Pending("the weights", cast(Any, SimpleNamespace(over=over, progress=lambda: "a half"))))
+    world.membership.come_back()
+    world.membership.leave()
+    over.set()
+    world.trouble = None
+    assert world.membership.pool() is None

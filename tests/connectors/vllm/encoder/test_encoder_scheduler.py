@@ -39,10 +39,11 @@ class FakeMembership:
 
     def join(self, fingerprint: bytes | None = None) -> None:
         self.joined.append(fingerprint)
+        self.fingerprint = fingerprint or b""
 
     def leave(self) -> None:
         self.left += 1
-        self.there = None
+        self.there, self.fingerprint = None, b""
 
     def refuse(self, why: str) -> None:
         self.refusal = why
@@ -246,7 +247,11 @@ def test_weights_that_change() -> None:
     assert one.membership.left == 1
     assert not one.half.has_item("hash of 1")
     one.half.reported(EncoderReport(counts={"loads": 2}, fingerprints=[b"n" * 32, b"n" * 32]))
+    one.half.reported(EncoderReport(fingerprints=[b"n" * 32]))  # a worker that has read longer
     assert one.membership.joined == [b"n" * 32]
+    one.half.reported(EncoderReport(fingerprints=[b"o" * 32]))
+    assert "disagree" in one.membership.refusal
+    one.membership.refusal = ""
     one.half.reported(EncoderReport(fingerprints=[b"n" * 32, b"o" * 32]))
     assert "disagree" in one.membership.refusal
     one.half.reported(EncoderReport(left=True))

@@ -58,6 +58,7 @@ class FakeMembership:
     def __init__(self, pool: FakePool | None) -> None:
         self.there, self.refusal, self.fingerprint = pool, "", b"f" * 32
         self.left = 0
+        self.reads = False  # whether the weights of a return are not read yet
 
     def pool(self) -> FakePool | None:
         return self.there
@@ -66,8 +67,8 @@ class FakeMembership:
         self.left += 1
         self.there, self.fingerprint = None, b""
 
-    def join(self) -> None:
-        self.fingerprint = b"n" * 32
+    def come_back(self) -> None:
+        self.fingerprint = b"" if self.reads else b"n" * 32
 
 
 class FakeType(str):
@@ -268,3 +269,36 @@ def test_weights_that_are_replaced() -> None:
     worker.whole = True
     worker.come_back(known=True)
     assert worker.take_report() == EncoderReport(fingerprints=[b"n" * 32])
+
+
+def test_new_weights_are_reported_once_they_are_read(caplog: pytest.LogCaptureFixture) -> None:
+    worker, membership = half(FakePool())
+    worker.leave()
+    worker.whole = membership.reads = True
+    with caplog.at_level("INFO"):
+        worker.come_back(known=True)
+    assert "being read" in caplog.text
+    assert worker.take_report() is None
+    membership.fingerprint = b"n" * 32
+    assert worker.take_report() == EncoderReport(fingerprints=[b"n" * 32])
+    assert worker.take_report() is None
+    worker.leave()
+    worker.armed = worker.whole = True
+    worker.leave_unannounced()  # the same change, seen at the model
+    worker.whole, membership.reads = True, False
+    worker.come_back(known=True)
+    assert worker.take_report() == EncoderReport(fingerprints=[b"n" * 32])
+    worker.leave()
+    worker.whole = membership.reads = True
+    worker.come_back(known=True)
+    membership.refusal = "they changed"
+    assert worker.take_report() is None
+    assert caplog.text.count("not shared: they changed") == 1
+
+
+def test_weights_that_have_no_name_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    worker, _ = half(FakePool())
+    worker.leave()
+    worker.come_back(known=True)  # not all of them
+    assert "does not tell from where, or whether all of them" in caplog.text
+    assert worker.take_report() is None
