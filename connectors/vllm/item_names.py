@@ -23,9 +23,10 @@ from moonpool.connectors.vllm.engine_types import MediaFeature, Request
 from moonpool.connectors.vllm.item_hashes import ItemHashes, NoName, add, add_text, numbers
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests.media import EVERY_TOKEN, TEXT_ALONE, Media
-from moonpool.core.store.keys import Item
+from moonpool.core.store.keys import Item, chain_seed
 
 ITEM_PREFIX = b"moonpool-item-v1"
+SALTED_PREFIX = b"moonpool-salted-item-v1"
 IDENTIFIERS_MAX = 1 << 16  # that are remembered with their contents; 13 MB
 SIZES_ALONE = (
     "its content is not in the request, which has its sizes alone, for the outputs of an encoder elsewhere"
@@ -117,11 +118,12 @@ class ItemNames:
         return Media(tuple(sorted(items)), until, refusal)
 
     def names(self, request: Request) -> list[bytes | str]:
-        """Records the items of the request. The name of each, 32 bytes, or why it has none."""
+        """Records the items of the request. The name of each in requests of its salt, 32 bytes, or why it
+        has none."""
         found: list[bytes | str] = []
         for feature, content in zip(request.mm_features or (), self.record(request), strict=True):
             try:
-                found.append(self._name(feature, content))
+                found.append(salted(self._name(feature, content), request.cache_salt))
             except NoName as why:
                 found.append(str(why))
         return found
@@ -159,6 +161,16 @@ class ItemNames:
             del self._contents[next(iter(self._contents))]
         if before and before != content:
             self._on_conflict(identifier)
+
+
+def salted(digest: bytes, cache_salt: str | None) -> bytes:
+    """The name, 32 bytes, of an item in requests of this salt.
+
+    digest: of the item, 32 bytes.
+    """
+    if cache_salt is None:
+        return digest
+    return hashlib.sha256(SALTED_PREFIX + chain_seed(cache_salt=cache_salt) + digest).digest()
 
 
 def has_content(feature: MediaFeature) -> bool:

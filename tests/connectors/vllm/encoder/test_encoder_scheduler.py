@@ -115,6 +115,24 @@ def test_an_item_is_asked_for_by_content_not_by_place_or_uuid() -> None:
     assert first == second
 
 
+def test_requests_of_different_salts_do_not_find_each_others_items() -> None:
+    one = Half()
+    for salt in (None, "a", "b", "a"):
+        asked = with_items(feature(1, 2), name=f"r{len(one.pool.presences)}")
+        asked.cache_salt = salt
+        one.half.is_ready(asked, 0)
+    plain, a, b, again = [names for _, names in one.pool.presences]
+    assert a == again
+    assert len({plain[0], a[0], b[0]}) == 3
+
+
+def test_the_name_of_a_salted_item_is_that_of_the_page() -> None:
+    """docs/keys.md has it."""
+    named = item_names.salted(bytes(range(32)), "tenant-7")
+    assert named.hex() == "11698e073c1b4d5ac24a512038384056ece891bf743615451b0d4df2a868f00d"
+    assert item_names.salted(bytes(range(32)), None) == bytes(range(32))
+
+
 def test_what_the_prefix_cache_covers_is_not_asked_for() -> None:
     one = Half()
     asked = with_items(feature(1, 2, length=6))
