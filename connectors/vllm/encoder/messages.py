@@ -69,15 +69,22 @@ class EncoderReport(compat.WorkerMetadata):  # type: ignore[misc]
     counts: what was counted since the last report, over the workers.
     fingerprints: of workers that joined the pool again after their weights were replaced.
     left: whether a worker has left the pool.
+    stalled: whether a load had no answer in time.
     """
 
     counts: Data = field(default_factory=dict)
     fingerprints: list[bytes] = field(default_factory=list)
     left: bool = False
+    stalled: bool = False
 
     def aggregate(self, other: Any) -> EncoderReport:
         """Of two workers as one."""
         counts: Any = dict(self.counts)
         for name, value in other.counts.items():
             counts[name] = counts[name] + value if name in counts else value
-        return EncoderReport(counts, self.fingerprints + other.fingerprints, self.left or other.left)
+        return EncoderReport(
+            counts,
+            self.fingerprints + other.fingerprints,
+            left=self.left or other.left,
+            stalled=self.stalled or other.stalled,
+        )

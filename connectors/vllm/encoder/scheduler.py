@@ -30,6 +30,7 @@ from moonpool.connectors.vllm.scheduler import HASH_TIMEOUT_S
 from moonpool.connectors.vllm.weight_changes import Change
 from moonpool.core.errors import Error
 
+PAUSE_S = 5.0  # without loads, after one for which a step has waited in vain
 NO_ITEM = "prompt_embeds"  # a modality of vLLM that no encoder computes
 
 
@@ -90,6 +91,7 @@ class SchedulerHalf:
         self._saves: dict[str, Output] = {}
         self._unavailable: set[str] = set()
         self._wait_left_s = WAIT_S
+        self._pause_until_s = 0.0  # nothing is loaded before that time of the clock
         self.tally = Tally()
 
     # A request, in the order in which vLLM calls
@@ -119,6 +121,8 @@ class SchedulerHalf:
     def has_item(self, identifier: str) -> bool:
         """Whether vLLM shall leave the item to the worker's half."""
         if not self._found.get(identifier) or self.membership.pool() is None:
+            return False
+        if self._clock() < self._pause_until_s:
             return False
         self._external.add(identifier)
         return True
@@ -185,6 +189,8 @@ class SchedulerHalf:
     def reported(self, report: EncoderReport) -> None:
         """What the workers tell of a step."""
         self.tally.merge(report.counts)
+        if report.stalled:
+            self._pause_until_s = self._clock() + PAUSE_S
         if report.left:
             self.leave()
         elif report.fingerprints:

@@ -19,7 +19,7 @@ from moonpool.connectors.vllm.encoder.membership import Membership
 from moonpool.connectors.vllm.encoder.messages import EncoderReport, EncoderStep, Load, Output
 from moonpool.connectors.vllm.encoder.objects import HEADER_BYTES, NoOutput, Shape, header, shape_of
 from moonpool.connectors.vllm.metrics import Tally
-from moonpool.connectors.vllm.pool import Pool, Ticket
+from moonpool.connectors.vllm.pool import TIMEOUT_S, Pool, Ticket
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.weight_changes import UNKNOWN, Change
 from moonpool.core.errors import Error
@@ -64,7 +64,10 @@ class WorkerHalf:
         self._repeats = Repeats(clock)
         # ticket -> the memory that is being stored, its bytes, and since when
         self._saving: dict[Ticket, tuple[Any, int, float]] = {}
-        self._answers: dict[Ticket, Any] = {}  # of loads
+        self._loading: dict[Ticket, Output] = {}  # of this step
+        self._answers: list[tuple[Output, Any]] = []  # of these loads
+        self._late: set[Ticket] = set()  # loads of earlier steps that are unanswered
+        self._late_s = 0.0  # when the last of them was answered, or had been waited for
         self._waiting_bytes = 0
         self._report = EncoderReport()
         self._returns = (
@@ -77,32 +80,47 @@ class WorkerHalf:
     # A step
 
     def fetch(self, loads: Sequence[Load], cache: Cache) -> None:
-        """Loads what the pool has now into vLLM's cache. Waits at most LOAD_TIMEOUT_S."""
+        """Loads what the pool has now into vLLM's cache. Waits at most LOAD_TIMEOUT_S, and not at all while
+        loads of an earlier step, behind which these would stand, are unanswered."""
         pool = self.membership.pool()
         if pool is None:
             return
+        self._poll(pool)
+        if self._stalls():
+            return
         began_s = self._clock()
-        waiting: dict[Ticket, Output] = {}
         for load in loads:
             output = load.output
             if output.identifier not in cache and output.name:
                 try:
-                    waiting[pool.submit_view(output.name)] = output
+                    self._loading[pool.submit_view(output.name)] = output
                 except Error as error:
                     self._complain(output, str(error))
         try:
-            while waiting:
+            while self._loading:
                 self._poll(pool)
-                for ticket in [ticket for ticket in waiting if ticket in self._answers]:
-                    self._take(waiting.pop(ticket), self._answers.pop(ticket), cache)
+                while self._answers:
+                    self._take(*self._answers.pop(), cache)
                 left_s = LOAD_TIMEOUT_S - (self._clock() - began_s)
-                if waiting and (left_s <= 0 or not pool.wait_for_read(left_s)):
+                if self._loading and (left_s <= 0 or not pool.wait_for_read(left_s)):
                     break
         finally:
             self._answers.clear()
-        for output in waiting.values():
+            late, self._loading = self._loading, {}
+            self._late.update(late)
+            self._late_s = self._clock()
+        if late:
+            self._report.stalled = True
+        for output in late.values():
             self._complain(output, f"no answer within {LOAD_TIMEOUT_S:g} s")
         self.tally.observe("load_seconds", self._clock() - began_s)
+
+    def _stalls(self) -> bool:
+        """Whether loads of an earlier step are unanswered. The pool answers each within TIMEOUT_S of the one
+        before; if it does not, they count no more."""
+        if self._late and self._clock() - self._late_s >= TIMEOUT_S:
+            self._late.clear()
+        return bool(self._late)
 
     def settle(self, step: EncoderStep, cache: Cache) -> None:
         """Gives what some rank could not load back to vLLM, which computes it in this step."""
@@ -152,7 +170,7 @@ class WorkerHalf:
             self._came_back()
         if self._saving and (pool := self.membership.pool()) is not None:
             self._poll(pool)
-        if not self.tally and not self._report.left and not self._report.fingerprints:
+        if not self.tally and self._report == EncoderReport():
             return None
         report, self._report = self._report, EncoderReport()
         stats = self.tally.take()
@@ -168,6 +186,7 @@ class WorkerHalf:
         self._report = EncoderReport()
         self.membership.leave()
         self._saving.clear()  # their threads have ended
+        self._late.clear()
         self._waiting_bytes = 0
 
     def leave_unannounced(self) -> None:
@@ -216,11 +235,15 @@ class WorkerHalf:
 
     def _poll(self, pool: Pool) -> None:
         """Takes in answers: of loads for ``fetch``, of saves for the counts. Those of loads that nothing
-        waits for are dropped with the next step that loads."""
+        waits for are dropped."""
         for ticket, answer in pool.poll():
             saving = self._saving.pop(ticket, None)
             if saving is None:
-                self._answers[ticket] = answer
+                if ticket in self._loading:
+                    self._answers.append((self._loading.pop(ticket), answer))
+                elif ticket in self._late:
+                    self._late.discard(ticket)
+                    self._late_s = self._clock()
                 continue
             _, size, since_s = saving
             self._waiting_bytes -= size

@@ -13,7 +13,7 @@ import pytest
 from moonpool.connectors.vllm import item_names
 from moonpool.connectors.vllm.encoder.membership import Membership
 from moonpool.connectors.vllm.encoder.messages import NOTHING, EncoderReport
-from moonpool.connectors.vllm.encoder.scheduler import SchedulerHalf
+from moonpool.connectors.vllm.encoder.scheduler import PAUSE_S, SchedulerHalf
 from moonpool.connectors.vllm.encoder.settings import EncoderSettings
 from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S, WAIT_S
 from moonpool.connectors.vllm.scheduler import HASH_TIMEOUT_S
@@ -276,6 +276,17 @@ def test_weights_that_change() -> None:
     assert one.membership.left == 2
 
 
+def test_after_a_stalled_load_nothing_is_loaded_for_a_while() -> None:
+    one = Half()
+    one.answer_while_waited(True)
+    assert one.half.is_ready(with_items(feature(1, 2)), 0)
+    assert one.half.has_item("hash of 1")
+    one.half.reported(EncoderReport(stalled=True))
+    assert not one.half.has_item("hash of 1")
+    one.clock.now_s += PAUSE_S
+    assert one.half.has_item("hash of 1")
+
+
 def test_reports_of_ranks_are_one() -> None:
     merged = EncoderReport({"loads": 1, "load_seconds": [0.1]}, [b"a"]).aggregate(
         EncoderReport({"loads": 2, "load_seconds": [0.2], "saves": 1}, [b"b"], left=True)
@@ -283,6 +294,8 @@ def test_reports_of_ranks_are_one() -> None:
     assert merged.counts == {"loads": 3, "load_seconds": [0.1, 0.2], "saves": 1}
     assert merged.fingerprints == [b"a", b"b"]
     assert merged.left
+    assert not merged.stalled
+    assert EncoderReport(stalled=True).aggregate(EncoderReport()).stalled
 
 
 def test_options() -> None:

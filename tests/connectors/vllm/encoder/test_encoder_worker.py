@@ -14,6 +14,7 @@ from moonpool.connectors.vllm.encoder.membership import Membership
 from moonpool.connectors.vllm.encoder.messages import EncoderReport, EncoderStep, Load, Output
 from moonpool.connectors.vllm.encoder.objects import Shape, header
 from moonpool.connectors.vllm.encoder.worker import LOAD_TIMEOUT_S, WorkerHalf
+from moonpool.connectors.vllm.pool import TIMEOUT_S
 from moonpool.core.errors import CorruptObject, Unavailable
 from tests.connectors.vllm.fakes import LOG, Clock
 
@@ -168,14 +169,39 @@ def test_without_a_pool_or_a_name_everything_is_encoded() -> None:
         assert step.encoded == {"r": [0]}
 
 
-def test_an_answer_that_comes_too_late_is_dropped() -> None:
-    pool = FakePool()
-    worker, _ = half(pool)
+def test_a_stalled_holder_costs_one_wait() -> None:
+    """Reads stand behind the one that stalls, so those of the next steps would be late, too."""
+    pool, clock = FakePool(), Clock()
+    worker, _ = half(pool, clock=clock)
     cache: dict[str, Any] = {}
     worker.fetch((load(),), cache)
-    pool.done.append((("read", 1), [None]))
+    assert len(pool.waits) == 1
+    report = worker.take_report()
+    assert report is not None
+    assert report.stalled
     worker.fetch((load("two"),), cache)
-    assert worker._answers == {}
+    assert (len(pool.waits), len(pool.viewed)) == (1, 1)
+    pool.done.append((("read", 1), [memoryview(header(NAME, SHAPE) + bytes(SHAPE.bytes))]))
+    pool.answers = [[None]]
+    worker.fetch((load("two"),), cache)
+    assert (len(pool.waits), len(pool.viewed)) == (2, 2)
+    assert cache == {}, "an answer that comes too late is dropped"
+    assert (worker._answers, worker._late, worker._loading) == ([], set(), {})
+
+
+def test_loads_that_are_never_answered_are_forgotten() -> None:
+    pool, clock = FakePool(), Clock()
+    worker, _ = half(pool, clock=clock)
+    worker.fetch((load("one"), load("two")), {})
+    clock.now_s += TIMEOUT_S / 2
+    pool.done.append((("read", 1), Unavailable("gone")))
+    worker.fetch((load(),), {})
+    clock.now_s += TIMEOUT_S / 2
+    worker.fetch((load(),), {})
+    assert len(pool.viewed) == 2, "the second one has TIMEOUT_S from the end of the first one on"
+    clock.now_s += TIMEOUT_S / 2
+    worker.fetch((load(),), {})
+    assert len(pool.viewed) == 3
 
 
 def test_ranks_agree() -> None:
