@@ -23,6 +23,7 @@ _LOAD_FORMATS = frozenset(
         *("mistral", "sharded_state", "runai_streamer_sharded", "bitsandbytes", "gguf", "dummy"),
     )
 )
+_EXTERNAL_LAUNCHER = ("external_launcher", "ExecutorWithExternalLauncher")  # the option, and its class
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _ANY_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
@@ -130,6 +131,7 @@ def _refusal(vllm_config: Any, groups: list[Any]) -> str:
         _states_refusal(vllm_config, groups)
         or _layers_refusal(groups)
         or _shape_refusal(vllm_config)
+        or launcher_refusal(vllm_config)
         or context_refusal(vllm_config)
         or weights_refusal(vllm_config)
     )
@@ -198,6 +200,19 @@ def _shape_refusal(vllm_config: Any) -> str:
     speculative = vllm_config.speculative_config
     if speculative is not None and getattr(speculative, "method", None) not in _TARGET_ONLY_DRAFTS:
         return "the pool does not hold the KV of draft models yet (speculative_config)"
+    return ""
+
+
+def launcher_refusal(vllm_config: Any) -> str:
+    """Engines in which each rank has a scheduler of its own. These have to decide alike, and what the pool
+    answers, and when, may differ between ranks."""
+    parallel = vllm_config.parallel_config
+    executor = getattr(parallel, "distributed_executor_backend", None)
+    if getattr(executor, "__name__", executor) in _EXTERNAL_LAUNCHER and parallel.world_size > 1:
+        return (
+            "with the external launcher each rank has its own scheduler, which would decide differently by "
+            "what the pool answers each of them"
+        )
     return ""
 
 

@@ -19,7 +19,7 @@ from moonpool.connectors.vllm.encoder.metrics import EncoderProm
 from moonpool.connectors.vllm.encoder.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.encoder.settings import EncoderSettings
 from moonpool.connectors.vllm.encoder.worker import WorkerHalf
-from moonpool.connectors.vllm.engine_config import weights_refusal
+from moonpool.connectors.vllm.engine_config import launcher_refusal, weights_refusal
 from moonpool.connectors.vllm.guard import Guard
 from moonpool.connectors.vllm.media_options import encoder_refusal, media_form, takes_media
 from moonpool.connectors.vllm.metrics import Stats
@@ -276,4 +276,4 @@ def _refusal(vllm_config: Any) -> str:
         return "vLLM keeps no encoder outputs of encoder-decoder models"
     if not vllm_compat.watch_weights():
         return "this vLLM replaces weights where moonpool does not see it"
-    return weights_refusal(vllm_config) or encoder_refusal(vllm_config)
+    return launcher_refusal(vllm_config) or weights_refusal(vllm_config) or encoder_refusal(vllm_config)

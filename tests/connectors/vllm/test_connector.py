@@ -16,6 +16,7 @@ import pytest
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.connector import Mooncake
+from moonpool.connectors.vllm.encoder import connector as encoder_connector
 from moonpool.connectors.vllm.engine_config import layer_number, read_engine_config
 from moonpool.connectors.vllm.layout import BlockLayout, GroupLayout, LayerView
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
@@ -116,6 +117,24 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "calculate_kv_scales" in refusal(
         lambda one: setattr(one.cache_config, "calculate_kv_scales", True)
     )
+
+
+@pytest.mark.parametrize("executor", ["external_launcher", type("ExecutorWithExternalLauncher", (), {})])
+def test_ranks_with_schedulers_of_their_own(executor: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have to decide alike."""
+
+    def launched(ranks: int, backend: object = executor) -> Any:
+        one = config()
+        one.parallel_config.distributed_executor_backend = backend
+        one.parallel_config.world_size = ranks
+        one.model_config.multimodal_config = SimpleNamespace()
+        return one
+
+    monkeypatch.setattr(compat, "watch_weights", lambda: True)
+    for refused in (encoder_connector._refusal, lambda one: read_engine_config(one, kv_cache()).refusal):
+        assert "its own scheduler" in refused(launched(2))
+        assert refused(launched(1)) == ""
+        assert refused(launched(2, "mp")) == ""
 
 
 def test_windows_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
