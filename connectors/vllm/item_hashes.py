@@ -26,6 +26,7 @@ import numpy as np
 AT_ONCE_BYTES_MAX = 1 << 20  # of the items of one request that are hashed without the thread, in 1 to 3 ms
 # Types of pixels, sounds and embeddings. Sizes and grids, which do not identify an item, are wide integers.
 _CONTENT_TYPES = ("float", "bfloat", "uint8", "int8")
+INTEGERS = ("int", "uint")  # the wide ones, too
 
 _Update = Callable[[Any], None]
 
@@ -161,11 +162,12 @@ def _add_bytes(update: _Update, tensor: Any) -> None:
         update((ctypes.c_char * size).from_address(whole.data_ptr()))
 
 
-def numbers(value: Any) -> int:
-    """How many pixels, samples or parts of embeddings there are in a field."""
+def numbers(value: Any, types: tuple[str, ...] = _CONTENT_TYPES) -> int:
+    """How many numbers of these types there are in a field: by default pixels, samples or parts of
+    embeddings."""
     if _is_tensor(value):
-        return math.prod(value.shape) if _type(value).startswith(_CONTENT_TYPES) else 0
-    return sum(map(numbers, value)) if isinstance(value, (list, tuple)) else 0
+        return math.prod(value.shape) if _type(value).startswith(types) else 0
+    return sum(numbers(one, types) for one in value) if isinstance(value, (list, tuple)) else 0
 
 
 def _is_tensor(value: Any) -> bool:

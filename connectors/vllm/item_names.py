@@ -20,13 +20,14 @@ import logging
 from collections.abc import Callable, Iterable
 
 from moonpool.connectors.vllm.engine_types import MediaFeature, Request
-from moonpool.connectors.vllm.item_hashes import ItemHashes, NoName, add, add_text, numbers
+from moonpool.connectors.vllm.item_hashes import INTEGERS, ItemHashes, NoName, add, add_text, numbers
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests.media import EVERY_TOKEN, TEXT_ALONE, Media
 from moonpool.core.store.keys import Item, chain_seed
 
 ITEM_PREFIX = b"moonpool-item-v1"
 SALTED_PREFIX = b"moonpool-salted-item-v1"
+SIZES_MAX = 16  # numbers in one field of an item that may be its sizes
 IDENTIFIERS_MAX = 1 << 16  # that are remembered with their contents; 13 MB
 SIZES_ALONE = (
     "its content is not in the request, which has its sizes alone, for the outputs of an encoder elsewhere"
@@ -174,10 +175,22 @@ def salted(digest: bytes, cache_salt: str | None) -> bytes:
 
 
 def has_content(feature: MediaFeature) -> bool:
-    """Whether an encoder can compute the item: False when its data are sizes alone. True without data, which
-    a worker may have."""
-    data, place = feature.data, feature.mm_position
-    if data is None:
+    """Whether the item's data are more than sizes, as far as that is sure: an item of wide integers alone,
+    such as codes of sounds, has no name. True without data, which a worker may have."""
+    if feature.data is None:
         return True
-    embeddings = place.length if place.is_embed is None else int(place.is_embed.sum())
-    return numbers([element.data for element in data.values()]) >= embeddings
+    return numbers([element.data for element in feature.data.values()]) >= _embeddings(feature)
+
+
+def is_sizes_alone(feature: MediaFeature) -> bool:
+    """Whether no encoder can compute the item. Codes are as many as their embeddings, and more than sizes
+    are."""
+    if feature.data is None or has_content(feature):
+        return False
+    codes = max((numbers(element.data, INTEGERS) for element in feature.data.values()), default=0)
+    return codes < max(_embeddings(feature), SIZES_MAX + 1)
+
+
+def _embeddings(feature: MediaFeature) -> int:
+    place = feature.mm_position
+    return int(place.length if place.is_embed is None else place.is_embed.sum())

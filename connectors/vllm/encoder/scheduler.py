@@ -22,7 +22,7 @@ from moonpool.connectors.vllm.encoder.membership import Membership
 from moonpool.connectors.vllm.encoder.messages import NOTHING, EncoderReport, EncoderStep, Load, Output
 from moonpool.connectors.vllm.engine_types import MediaFeature, Request
 from moonpool.connectors.vllm.item_hashes import ItemHashes
-from moonpool.connectors.vllm.item_names import SIZES_ALONE, ItemNames, has_content
+from moonpool.connectors.vllm.item_names import SIZES_ALONE, ItemNames, is_sizes_alone
 from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S, WAIT_S
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pool import Pool, Ticket
@@ -221,10 +221,11 @@ class SchedulerHalf:
         self.membership.close()
 
     def _lacks_content(self, request: Request, computed: int) -> bool:
-        """Whether the request has sizes in the place of an item that it needs. It has to end: vLLM's front
-        end accepts such requests for connectors that know outputs by another name than the content."""
-        if not self._can_fail or all(
-            has_content(one) or not _is_needed(one, computed) for one in request.mm_features
+        """Whether the request has sizes in the place of an item that it needs. It has to end, with or without
+        a pool, or the encoder ends the engine: vLLM's front end accepts such requests where outputs may be
+        loaded, for connectors that know these by another name than the content."""
+        if not (self._can_fail and self._may_load) or not any(
+            is_sizes_alone(one) and _is_needed(one, computed) for one in request.mm_features
         ):
             return False
         if request.request_id not in self._unavailable:

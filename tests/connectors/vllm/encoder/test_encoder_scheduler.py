@@ -257,6 +257,31 @@ def test_a_request_without_content_ends(can_fail: bool, caplog: pytest.LogCaptur
     assert ("ends with an error" in caplog.text) is can_fail
 
 
+def test_an_item_of_integers_alone_is_encoded() -> None:
+    """Codes of sounds, which are no sizes; what they are is not sure enough for a name."""
+    one = Half()
+    codes = FakeItem({"codes": SimpleNamespace(data=np.arange(20))})
+    asked = with_items(feature(1, 2, data=codes))
+    assert one.half.is_ready(asked, 0)
+    assert one.half.take_unavailable() == set()
+    assert one.pool.presences == []
+    one.half.allocated(asked, 0, ROWS)
+    assert one.half.plan(step("r")) is NOTHING
+    for name, less in (("grid", np.arange(4)), ("mask", np.ones(20, bool))):
+        sizes = FakeItem({name: SimpleNamespace(data=less)})
+        asked = with_items(feature(1, 2, length=3, data=sizes), name=name)
+        assert not one.half.is_ready(asked, 0)
+
+
+def test_a_producer_ends_no_request() -> None:
+    """vLLM takes no sizes in the place of items from its clients."""
+    one = Half()
+    sizes = FakeItem({"image_grid_thw": SimpleNamespace(data=np.array([1, 4, 4]))})
+    half = one.make(may_load=False)
+    assert half.is_ready(with_items(feature(1, 2, data=sizes)), 0)
+    assert half.take_unavailable() == set()
+
+
 def test_weights_that_change() -> None:
     one = Half()
     one.answer_while_waited(True)
