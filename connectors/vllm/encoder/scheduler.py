@@ -88,6 +88,7 @@ class SchedulerHalf:
         self._found: dict[str, int] = {}  # identifier -> requests of which the pool has the item
         self._external: set[str] = set()  # identifiers that vLLM was told of in this step
         self._loads: list[Load] = []
+        self._kept: list[Load] = []  # of requests that were not in the step that made room for them
         self._saves: dict[str, Output] = {}
         self._unavailable: set[str] = set()
         self._wait_left_s = WAIT_S
@@ -159,6 +160,7 @@ class SchedulerHalf:
         if asked is not None:
             self._forget(asked)
         self._loads = [load for load in self._loads if load.request_id != request_id]
+        self._kept = [load for load in self._kept if load.request_id != request_id]
 
     def take_unavailable(self) -> set[str]:
         """Requests with an item that can be neither computed nor loaded."""
@@ -170,20 +172,23 @@ class SchedulerHalf:
     def plan(self, output: Any) -> EncoderStep:
         """What the step that ``output`` describes loads and saves. vLLM may preempt a request in the step
         that has made room for its items. Its loads are planned with each step until it is in one, which can
-        compute them."""
+        compute them, or until vLLM takes the room back."""
         self._wait_left_s = WAIT_S
         self._external.clear()
-        loads, saves = self._loads, self._saves
+        freed = frozenset(output.free_encoder_mm_hashes) if self._kept else frozenset()
+        kept = [load for load in self._kept if load.output.identifier not in freed]
+        loads, saves = kept + self._loads, self._saves
+        self._loads, self._kept = [], []
         if not loads and not saves:
             return NOTHING
         scheduled = output.num_scheduled_tokens
-        self._loads = [load for load in loads if load.request_id not in scheduled]
+        self._kept = [load for load in loads if load.request_id not in scheduled]
         self._saves = {}
         return EncoderStep(
             tuple(loads),
             saves,
             output.scheduled_encoder_inputs,
-            frozenset(load.request_id for load in self._loads),
+            frozenset(load.request_id for load in self._kept),
         )
 
     def reported(self, report: EncoderReport) -> None:

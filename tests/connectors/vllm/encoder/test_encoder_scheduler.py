@@ -230,6 +230,26 @@ def test_a_load_is_planned_until_its_request_is_in_a_step() -> None:
     assert one.half.plan(step("r")) is NOTHING
 
 
+def test_a_load_is_not_planned_once_its_room_is_gone() -> None:
+    """The worker would fill vLLM's cache with what vLLM does not count."""
+    one = Half()
+    one.answer_while_waited(True)
+    asked = with_items(feature(1, 2))
+    assert one.half.is_ready(asked, 0)
+    one.half.has_item("hash of 1")
+    one.half.allocated(asked, 0, ROWS)
+    before = one.half.plan(step(freed=("hash of 1",)))
+    assert len(before.loads) == 1, "the room was made after that"
+    assert one.half.plan(step(freed=("another",))).loads == before.loads
+    assert one.half.plan(step(freed=("hash of 1",))) is NOTHING
+    assert one.half.plan(step("r")) is NOTHING
+    one.half.has_item("hash of 1")
+    one.half.allocated(asked, 0, ROWS)
+    assert one.half.plan(step()).loads == before.loads
+    one.half.finished("r")
+    assert one.half.plan(step()) is NOTHING
+
+
 def test_a_producer_loads_nothing_and_a_consumer_saves_nothing() -> None:
     one = Half()
     one.answer_while_waited(True, False)
