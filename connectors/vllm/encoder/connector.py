@@ -75,7 +75,6 @@ class Mooncake(compat.ConnectorBase):
             membership,
             form=media_form(model) if takes_media(model) else "",
             may_load=self.is_consumer,
-            may_save=self.is_producer,
             can_fail_requests=compat.can_fail_requests(),
             log=self._log,
             hashes=item_hashes.shared(),
@@ -89,7 +88,7 @@ class Mooncake(compat.ConnectorBase):
             dtype=model.dtype,
             unit=compat.embedding_width(model),
             save_bytes=self._settings.save_bytes,
-            is_saver=compat.is_saver,
+            is_saver=lambda: bool(self.is_producer and compat.is_saver()),
             agreed=compat.agreed,
             device=compat.device,
             log=self._log,
@@ -175,8 +174,8 @@ class Mooncake(compat.ConnectorBase):
     def save_caches(self, encoder_cache: Any, mm_hash: str, **kwargs: Any) -> None:
         """The encoder has computed an output."""
         worker, step = self._worker, self._step()
-        if worker is not None and mm_hash in step.saves:
-            self._guard(None, worker.save, step, encoder_cache, mm_hash)
+        if worker is not None and mm_hash in step.computed:
+            self._guard(None, worker.computed, step, encoder_cache, mm_hash)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Nothing is ever waited for: saves keep their tensors themselves."""
@@ -216,7 +215,7 @@ class Mooncake(compat.ConnectorBase):
         return set() if self._sched is None else self._sched.take_unavailable()
 
     def build_connector_meta(self, scheduler_output: Any) -> EncoderStep:
-        """What the workers load and save in the step."""
+        """What the workers load and compute in the step."""
         return NOTHING if self._sched is None else self._guard(NOTHING, self._sched.plan, scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -11,16 +11,18 @@ from moonpool.connectors.vllm.metrics import Data
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An encoder output that a step loads or saves.
+    """An encoder output that a step loads or computes.
 
     identifier: vLLM's name of the item, under which its own cache has the output.
     name: of the item in the pool, 32 bytes; b"": it has none.
     rows: embeddings.
+    modality: what the item is, such as "image".
     """
 
     identifier: str
     name: bytes
     rows: int
+    modality: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class EncoderStep(compat.Metadata):
     """The plan of a step.
 
     loads: outputs that the worker loads, or else encodes.
-    saves: outputs that are stored when vLLM has computed them, by identifier.
+    computed: outputs that vLLM computes in the step, by identifier. Those that cannot be loaded are added.
     encoded: vLLM's own list of what the encoder computes in the step, request -> places of its items. It is
         the object in vLLM's plan of the step and stays that when both are pickled together, as vLLM does.
         What cannot be loaded is added to it before vLLM reads it.
@@ -49,12 +51,12 @@ class EncoderStep(compat.Metadata):
     def __init__(
         self,
         loads: tuple[Load, ...] = (),
-        saves: dict[str, Output] | None = None,
+        computed: dict[str, Output] | None = None,
         encoded: dict[str, list[int]] | None = None,
         preempted: frozenset[str] = frozenset(),
     ) -> None:
         self.loads = loads
-        self.saves = saves or {}
+        self.computed = computed or {}
         self.encoded = encoded
         self.preempted = preempted
 

@@ -45,25 +45,37 @@ def header(name: bytes, shape: Shape) -> bytes:
     return _HEADER.pack(MAGIC, name, shape.dtype.encode(), shape.rows, shape.width)
 
 
-def shape_of(content: memoryview, name: bytes, *, dtype: str, item_bytes: int, rows: int, unit: int) -> Shape:
+def shape_of(
+    content: memoryview,
+    name: bytes,
+    *,
+    dtype: str,
+    item_bytes: int,
+    rows: int,
+    unit: int,
+    width: int | None = None,
+) -> Shape:
     """The shape of the output in ``content``.
 
     name: of the item.
     dtype, item_bytes: the type of numbers that the engine uses, and its bytes.
     rows: embeddings that the engine expects.
     unit: numbers of one embedding of the language model, of which a row has one or more.
+    width: numbers of a row; None: not known yet.
 
     Raises NoOutput for anything else than that.
     """
     if len(content) < HEADER_BYTES:
         raise NoOutput(f"it has {len(content)} bytes")
-    magic, named, written, found_rows, width = _HEADER.unpack_from(content)
+    magic, named, written, found_rows, found_width = _HEADER.unpack_from(content)
     if magic != MAGIC or named != name:
         raise NoOutput("it is another object")
-    found = Shape(written.rstrip(b"\0").decode("ascii", "replace"), found_rows, width, item_bytes)
-    if (found.dtype, found.rows) != (dtype, rows) or not width or width % unit:
+    found = Shape(written.rstrip(b"\0").decode("ascii", "replace"), found_rows, found_width, item_bytes)
+    is_wide = found.width == width if width else found.width and found.width % unit == 0
+    if (found.dtype, found.rows) != (dtype, rows) or not is_wide:
         raise NoOutput(
-            f"it has {found.rows} rows of {width} {found.dtype}, and {rows} of {unit} {dtype} are expected"
+            f"it has {found.rows} rows of {found.width} {found.dtype}, "
+            f"and {rows} of {width or unit} {dtype} are expected"
         )
     if len(content) - HEADER_BYTES != found.bytes:
         raise NoOutput(f"it has {len(content) - HEADER_BYTES} bytes of numbers in place of {found.bytes}")

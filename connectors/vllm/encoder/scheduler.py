@@ -1,9 +1,9 @@
 """The half in the scheduler's process: names the items of requests, asks the pool for their encoder outputs,
-and plans what a step loads and saves.
+and plans what a step loads and computes.
 
     a request comes up -> its items are hashed -> one query for all of them -> vLLM schedules each item:
         the pool has it   vLLM does not compute it, and the step loads it
-        else              vLLM computes it, and the step saves it
+        else              vLLM computes it, and the worker's half saves it
 
 Nothing is pinned meanwhile: what is gone when the step runs is computed in that step (worker.py). vLLM asks
 ``has_cache_item`` by its own name of an item, which may be a client's UUID, so that its answer is a hint;
@@ -63,7 +63,6 @@ class SchedulerHalf:
         *,
         form: str,
         may_load: bool,
-        may_save: bool,
         can_fail_requests: bool,
         log: logging.Logger,
         hashes: ItemHashes | None = None,
@@ -71,12 +70,12 @@ class SchedulerHalf:
     ) -> None:
         """membership: of this half in the pool.
         form: what beside its tensors changes what the encoder makes of an item (media_options).
-        may_load, may_save: from ec_role. An engine that only saves does not encode what the pool has either.
+        may_load: from ec_role. An engine that only saves does not encode what the pool has either.
         can_fail_requests: whether vLLM ends requests that take_unavailable names.
         hashes: of what items are; None: its own.
         """
         self.membership = membership
-        self._may_load, self._may_save, self._can_fail = may_load, may_save, can_fail_requests
+        self._may_load, self._can_fail = may_load, can_fail_requests
         self._log = log
         self._clock = clock
         self._names = ItemNames(
@@ -89,7 +88,7 @@ class SchedulerHalf:
         self._external: set[str] = set()  # identifiers that vLLM was told of in this step
         self._loads: list[Load] = []
         self._kept: list[Load] = []  # of requests that were not in the step that made room for them
-        self._saves: dict[str, Output] = {}
+        self._computed: dict[str, Output] = {}
         self._unavailable: set[str] = set()
         self._wait_left_s = WAIT_S
         self._pause_until_s = 0.0  # nothing is loaded before that time of the clock
@@ -134,22 +133,23 @@ class SchedulerHalf:
 
         rows: embeddings of the item.
         """
-        request_id, identifier = request.request_id, request.mm_features[index].identifier
+        request_id, feature = request.request_id, request.mm_features[index]
+        identifier = feature.identifier
         asked = self._asked.get(request_id)
         name = asked.names[index] if asked is not None and index < len(asked.names) else b""
-        output = Output(identifier, name, rows)
+        output = Output(identifier, name, rows, feature.modality)
         if identifier in self._external:
             self._external.discard(identifier)
             if self._may_load:
                 self._loads.append(Load(output, request_id, index))
             return
         self.tally.add("encoded")
-        if self._may_save and name:
-            self._saves[identifier] = output
+        self._computed[identifier] = output
 
     def allocated_unknown(self, request: Request, index: int, rows: int) -> None:
         """As ``allocated``, after an unexpected exception in it: the worker's half has it computed."""
-        output = Output(request.mm_features[index].identifier, b"", rows)
+        feature = request.mm_features[index]
+        output = Output(feature.identifier, b"", rows, feature.modality)
         self._loads.append(Load(output, request.request_id, index))
 
     def finished(self, request_id: str) -> None:
@@ -170,23 +170,23 @@ class SchedulerHalf:
     # A step
 
     def plan(self, output: Any) -> EncoderStep:
-        """What the step that ``output`` describes loads and saves. vLLM may preempt a request in the step
+        """What the step that ``output`` describes loads and computes. vLLM may preempt a request in the step
         that has made room for its items. Its loads are planned with each step until it is in one, which can
         compute them, or until vLLM takes the room back."""
         self._wait_left_s = WAIT_S
         self._external.clear()
         freed = frozenset(output.free_encoder_mm_hashes) if self._kept else frozenset()
         kept = [load for load in self._kept if load.output.identifier not in freed]
-        loads, saves = kept + self._loads, self._saves
+        loads, computed = kept + self._loads, self._computed
         self._loads, self._kept = [], []
-        if not loads and not saves:
+        if not loads and not computed:
             return NOTHING
         scheduled = output.num_scheduled_tokens
         self._kept = [load for load in loads if load.request_id not in scheduled]
-        self._saves = {}
+        self._computed = {}
         return EncoderStep(
             tuple(loads),
-            saves,
+            computed,
             output.scheduled_encoder_inputs,
             frozenset(load.request_id for load in self._kept),
         )

@@ -50,7 +50,7 @@ class WorkerHalf:
         dtype: torch's type of the numbers of an output.
         unit: numbers of one embedding of the language model.
         save_bytes: of outputs that may wait to be stored.
-        is_saver: whether this rank saves.
+        is_saver: whether this rank saves, of an engine whose role it is.
         agreed: which of its flags are set on all ranks.
         device: where vLLM has its outputs.
         """
@@ -62,6 +62,7 @@ class WorkerHalf:
         self._log = log
         self._clock = clock
         self._repeats = Repeats(clock)
+        self._widths: dict[str, int] = {}  # modality -> numbers of a row, as this worker's encoder gives them
         # ticket -> the memory that is being stored, its bytes, and since when
         self._saving: dict[Ticket, tuple[Any, int, float]] = {}
         self._loading: dict[Ticket, Output] = {}  # of this step
@@ -132,16 +133,18 @@ class WorkerHalf:
             cache.pop(load.output.identifier, None)
             if load.request_id not in step.preempted:
                 assert step.encoded is not None
+                step.computed[load.output.identifier] = load.output
                 step.encoded.setdefault(load.request_id, []).append(load.index)
 
-    def save(self, step: EncoderStep, cache: Cache, identifier: str) -> None:
-        """Hands an output that the encoder has computed to a native thread, if the step's plan has it."""
-        output = step.saves.get(identifier)
-        pool = self.membership.pool() if output is not None else None
-        if output is None or pool is None or not self._is_saver():
+    def computed(self, step: EncoderStep, cache: Cache, identifier: str) -> None:
+        """The encoder has computed an output of the step's plan: hands it to a native thread to store it."""
+        output, tensor = step.computed[identifier], cache[identifier].detach()
+        if tensor.dim() == 2:
+            self._widths.setdefault(output.modality, int(tensor.shape[1]))
+        pool = self.membership.pool() if output.name else None
+        if pool is None or not self._is_saver():
             return
         self._poll(pool)
-        tensor = cache[identifier].detach()
         if tensor.dim() != 2 or tensor.dtype != self._dtype or tensor.shape[0] != output.rows:
             self._leave_out(
                 f"the encoder gave {tuple(tensor.shape)} of {tensor.dtype}, not {output.rows} rows"
@@ -280,6 +283,7 @@ class WorkerHalf:
             item_bytes=self._dtype.itemsize,
             rows=output.rows,
             unit=self._unit,
+            width=self._widths.get(output.modality),
         )
         import torch
 

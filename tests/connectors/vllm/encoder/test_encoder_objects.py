@@ -30,6 +30,7 @@ def test_the_header_is_that_of_the_page() -> None:
 def test_an_output_is_read_as_it_was_written() -> None:
     assert read(CONTENT) == SHAPE
     assert read(CONTENT, unit=8) == SHAPE
+    assert read(CONTENT, width=8) == SHAPE
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_an_output_is_read_as_it_was_written() -> None:
         (CONTENT, {"dtype": "float16"}),
         (CONTENT, {"rows": 4}),
         (CONTENT, {"unit": 3}),
+        (CONTENT, {"width": 4}),
         (header(NAME, Shape("bfloat16", 3, 0, 2)), {}),
         (CONTENT[:40] + b"\xff" * 16 + CONTENT[56:], {}),
     ],

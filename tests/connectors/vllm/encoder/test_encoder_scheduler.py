@@ -12,7 +12,7 @@ import pytest
 
 from moonpool.connectors.vllm import item_names
 from moonpool.connectors.vllm.encoder.membership import Membership
-from moonpool.connectors.vllm.encoder.messages import NOTHING, EncoderReport
+from moonpool.connectors.vllm.encoder.messages import NOTHING, EncoderReport, EncoderStep, Output
 from moonpool.connectors.vllm.encoder.scheduler import PAUSE_S, SchedulerHalf
 from moonpool.connectors.vllm.encoder.settings import EncoderSettings
 from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S, WAIT_S
@@ -59,7 +59,7 @@ class Half:
         self.half = self.make()
 
     def make(self, **changes: Any) -> SchedulerHalf:
-        given: dict[str, Any] = {"may_load": True, "may_save": True, "can_fail_requests": True, **changes}
+        given: dict[str, Any] = {"may_load": True, "can_fail_requests": True, **changes}
         membership = cast(Membership, self.membership)
         return SchedulerHalf(membership, form="", log=LOG, clock=self.clock, **given)
 
@@ -86,7 +86,12 @@ def step(*requests: str, freed: tuple[str, ...] = ()) -> Any:
     )
 
 
-def test_one_query_for_all_items_and_a_step_that_loads_or_saves() -> None:
+def unnamed(plan: EncoderStep) -> bool:
+    """Whether the step loads nothing, and computes outputs that are not stored."""
+    return not plan.loads and [output.name for output in plan.computed.values()] == [b""]
+
+
+def test_one_query_for_all_items_and_a_step_that_loads_or_computes() -> None:
     one = Half()
     one.answer_while_waited(True, False)
     asked = with_items(feature(1, 2), feature(2, 20))
@@ -102,7 +107,7 @@ def test_one_query_for_all_items_and_a_step_that_loads_or_saves() -> None:
     (load,) = plan.loads
     assert (load.output.identifier, load.output.name, load.output.rows) == ("hash of 1", names[0], ROWS)
     assert (load.request_id, load.index) == ("r", 0)
-    assert [(save.name, save.rows) for save in plan.saves.values()] == [(names[1], ROWS)]
+    assert plan.computed == {"hash of 2": Output("hash of 2", names[1], ROWS, "image")}
     assert plan.encoded is output.scheduled_encoder_inputs
     assert one.half.plan(step("r")) is NOTHING
 
@@ -212,7 +217,7 @@ def test_two_contents_under_one_uuid_are_neither_loaded_nor_saved() -> None:
     one.half.plan(step())
     assert not one.half.has_item("u")
     one.half.allocated(other, 0, ROWS)
-    assert one.half.plan(step("b")) is NOTHING
+    assert unnamed(one.half.plan(step("b")))
 
 
 def test_a_load_is_planned_until_its_request_is_in_a_step() -> None:
@@ -250,18 +255,18 @@ def test_a_load_is_not_planned_once_its_room_is_gone() -> None:
     assert one.half.plan(step()) is NOTHING
 
 
-def test_a_producer_loads_nothing_and_a_consumer_saves_nothing() -> None:
+@pytest.mark.parametrize("may_load", [True, False])
+def test_a_producer_loads_nothing(may_load: bool) -> None:
     one = Half()
     one.answer_while_waited(True, False)
     asked = with_items(feature(1, 2), feature(2, 20))
-    for may_load, may_save in ((False, True), (True, False)):
-        half = one.make(may_load=may_load, may_save=may_save)
-        assert half.is_ready(asked, 0)
-        assert half.has_item("hash of 1")  # neither encodes what the pool has
-        half.allocated(asked, 0, ROWS)
-        half.allocated(asked, 1, ROWS)
-        plan = half.plan(step("r"))
-        assert (len(plan.loads), len(plan.saves)) == (may_load, may_save)
+    half = one.make(may_load=may_load)
+    assert half.is_ready(asked, 0)
+    assert half.has_item("hash of 1")  # neither encodes what the pool has
+    half.allocated(asked, 0, ROWS)
+    half.allocated(asked, 1, ROWS)
+    plan = half.plan(step("r"))
+    assert (len(plan.loads), list(plan.computed)) == (may_load, ["hash of 2"])
 
 
 @pytest.mark.parametrize("can_fail", [True, False])
@@ -286,7 +291,7 @@ def test_an_item_of_integers_alone_is_encoded() -> None:
     assert one.half.take_unavailable() == set()
     assert one.pool.presences == []
     one.half.allocated(asked, 0, ROWS)
-    assert one.half.plan(step("r")) is NOTHING
+    assert unnamed(one.half.plan(step("r")))
     for name, less in (("grid", np.arange(4)), ("mask", np.ones(20, bool))):
         sizes = FakeItem({name: SimpleNamespace(data=less)})
         asked = with_items(feature(1, 2, length=3, data=sizes), name=name)

@@ -124,7 +124,7 @@ def half(
 
 
 def load(identifier: str = "one", name: bytes = NAME, request_id: str = "r", index: int = 0) -> Load:
-    return Load(Output(identifier, name, ROWS), request_id, index)
+    return Load(Output(identifier, name, ROWS, "image"), request_id, index)
 
 
 def counted(worker: WorkerHalf) -> dict[str, Any]:
@@ -241,20 +241,20 @@ def test_the_plan_stays_part_of_that_of_vllm() -> None:
 
 
 def step_that_saves() -> EncoderStep:
-    return EncoderStep((), {name: Output(name, NAME, ROWS) for name in ("one", "two", "three")})
+    return EncoderStep((), {name: Output(name, NAME, ROWS, "image") for name in ("one", "two", "three")})
 
 
 def test_saves_are_bounded_in_bytes() -> None:
     pool = FakePool()
     worker, _ = half(pool)
-    cache = {name: FakeTensor() for name in ("one", "two", "three", "four")}
+    cache = {name: FakeTensor() for name in ("one", "two", "three")}
     for name in cache:
-        worker.save(step_that_saves(), cache, name)
-    assert [put[0] for put in pool.puts] == [NAME, NAME]  # "four" is not in the plan
+        worker.computed(step_that_saves(), cache, name)
+    assert [put[0] for put in pool.puts] == [NAME, NAME]
     assert pool.puts[0][1] == [header(NAME, SHAPE), (4096, SHAPE.bytes)]
     pool.done += [(("write", 1), (b"\0", "")), (("write", 2), (b"\1", ""))]
     assert counted(worker) == {"unsaved": 1, "saves": 1, "saved_bytes": SHAPE.bytes, "existing": 1}
-    worker.save(step_that_saves(), cache, "three")
+    worker.computed(step_that_saves(), cache, "three")
     assert len(pool.puts) == 3
     pool.done.append((("write", 3), Unavailable("gone")))
     assert counted(worker) == {"refused": 1}
@@ -267,7 +267,7 @@ def test_saves_are_bounded_in_bytes() -> None:
 def test_an_output_of_another_form_is_not_stored(tensor: FakeTensor) -> None:
     pool = FakePool()
     worker, _ = half(pool)
-    worker.save(step_that_saves(), {"one": tensor}, "one")
+    worker.computed(step_that_saves(), {"one": tensor}, "one")
     assert pool.puts == []
     assert counted(worker) == {"unsaved": 1}
 
@@ -275,8 +275,37 @@ def test_an_output_of_another_form_is_not_stored(tensor: FakeTensor) -> None:
 def test_one_rank_saves() -> None:
     pool = FakePool()
     worker, _ = half(pool, saves=False)
-    worker.save(step_that_saves(), {"one": FakeTensor()}, "one")
+    worker.computed(step_that_saves(), {"one": FakeTensor()}, "one")
     assert pool.puts == []
+
+
+def test_an_output_without_a_name_is_not_stored() -> None:
+    pool = FakePool()
+    worker, _ = half(pool)
+    worker.computed(EncoderStep((), {"one": Output("one", b"", ROWS, "image")}), {"one": FakeTensor()}, "one")
+    assert pool.puts == []
+
+
+def test_what_could_not_be_loaded_is_stored_when_it_is_computed() -> None:
+    pool = FakePool([None])
+    worker, _ = half(pool)
+    step, cache = EncoderStep((load(),), encoded={}), dict[str, Any]()
+    worker.fetch(step.loads, cache)
+    worker.settle(step, cache)
+    cache["one"] = FakeTensor()
+    worker.computed(step, cache, "one")
+    assert [name for name, _ in pool.puts] == [NAME]
+
+
+def test_rows_have_the_width_of_what_the_encoder_gave() -> None:
+    """Of that modality: Qwen3-Omni's images have wider rows than its sounds."""
+    wide = Shape("float32", ROWS, 8, 4)
+    worker, _ = half(FakePool([memoryview(header(NAME, wide) + bytes(wide.bytes))]))
+    worker.computed(step_that_saves(), {"one": FakeTensor()}, "one")
+    cache: dict[str, Any] = {}
+    worker.fetch((load("other"),), cache)
+    assert cache == {}
+    assert worker._widths == {"image": 4}
 
 
 def test_weights_that_are_replaced() -> None:
