@@ -40,6 +40,14 @@ def embedding_width(model: Any) -> int:
     return int(width())
 
 
+def model_class(model: Any) -> str:
+    """The class of vLLM's that runs the model, which need not be the one that its config names.
+
+    model: vLLM's ModelConfig.
+    """
+    return str(model.architecture)
+
+
 def is_saver() -> bool:
     """Whether this worker saves: the first tensor-parallel rank; every rank has the same outputs."""
     from vllm.distributed.parallel_state import get_tp_group
