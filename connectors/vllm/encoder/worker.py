@@ -171,7 +171,8 @@ class WorkerHalf:
         """What the scheduler's half is to know of the step."""
         if self._returns:
             self._came_back()
-        if self._saving and (pool := self.membership.pool()) is not None:
+        # An answer that comes late pins its object until it is taken in.
+        if (self._saving or self._late) and (pool := self.membership.pool()) is not None:
             self._poll(pool)
         if not self.tally and self._report == EncoderReport():
             return None

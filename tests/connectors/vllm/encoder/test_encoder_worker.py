@@ -186,6 +186,10 @@ def test_a_stalled_holder_costs_one_wait() -> None:
     worker.fetch((load("two"),), cache)
     assert (len(pool.waits), len(pool.viewed)) == (2, 2)
     assert cache == {}, "an answer that comes too late is dropped"
+    worker.fetch((load(),), cache)
+    assert len(worker._late) == 1
+    pool.done.append((("read", 3), [None]))
+    worker.take_report()
     assert (worker._answers, worker._late, worker._loading) == ([], set(), {})
 
 
