@@ -71,9 +71,7 @@ class WorkerHalf:
         self._late_s = 0.0  # when the last of them was answered, or had been waited for
         self._waiting_bytes = 0
         self._report = EncoderReport()
-        self._returns = (
-            False  # the weights were replaced, and the fingerprint of the new ones is not reported
-        )
+        self._returns = False  # whether the fingerprint of new weights is still to be reported
         self.armed = False  # whether the engine's model has its first weights
         self.whole = False  # whether the last load into the model gave it each parameter
         self.tally = Tally()
