@@ -413,6 +413,24 @@ async def test_files_that_cannot_be_used_change_nothing(
             await b.client()
 
 
+@pytest.mark.parametrize("key_first", [False, True], ids=["together", "key-first"])
+@with_deadline
+async def test_a_key_that_others_can_read_is_not_taken_until_its_mode_changes(
+    files: Files, caplog: pytest.LogCaptureFixture, key_first: bool
+) -> None:
+    async with bed(**given(files)) as b:
+        with caplog.at_level(logging.ERROR, "moonpool.proxy"):
+            files.open_key()
+            if key_first:
+                assert (await b.ask("GET", "/health")).status == 200
+            files.show("test-cert")
+            assert (await b.ask("GET", "/health")).status == 200  # with the certificate from before
+            await until(lambda: f"run: chmod 600 {files.key}; the files from before" in caplog.text)
+        Path(files.key).chmod(0o600)
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await b.client()
+
+
 @with_deadline
 async def test_whom_clients_must_be_signed_by_can_change(files: Files, tmp_path: Path) -> None:
     authorities = Files(tmp_path / "clients")

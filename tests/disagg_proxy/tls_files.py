@@ -31,6 +31,10 @@ class Files:
         """From now on ca.pem is the certificate of this name."""
         self._put(name, self.ca)
 
+    def open_key(self) -> None:
+        """From now on key.pem is another file with the same key, which others can read."""
+        self._put("test-key", self.key, 0o644)
+
     def break_cert(self) -> None:
         """A certificate that no one can read, such as half of one."""
         Path(self.cert).write_text("-----BEGIN CERTIFICATE-----\n")
@@ -49,8 +53,8 @@ class Files:
         return asking(TlsFiles(cert, key, self.ca))
 
     @staticmethod
-    def _put(name: str, path: str) -> None:
+    def _put(name: str, path: str, mode: int = 0o600) -> None:
         new = f"{path}.new"
         shutil.copy(CERTIFICATES / f"{name}.pem", new)
-        os.chmod(new, 0o600)
+        os.chmod(new, mode)
         os.replace(new, path)

@@ -9,7 +9,7 @@ namespace {
 // (Of the first key a process is told by its configuration.)
 bool is_open_to_others(const std::string& file) {
     struct stat is {};
-    return ::stat(file.c_str(), &is) == 0 && (is.st_mode & 077) != 0;
+    return !file.empty() && ::stat(file.c_str(), &is) == 0 && (is.st_mode & 077) != 0;
 }
 
 }  // namespace
@@ -25,8 +25,14 @@ FollowedTls::Seen FollowedTls::look() const {
     for (const std::string* file : {&files_.cert, &files_.key, &files_.ca}) {
         struct stat is {};
         if (!file->empty() && ::stat(file->c_str(), &is) == 0) {
-            seen[i] = {is.st_dev, is.st_ino, static_cast<uint64_t>(is.st_size),
-                       static_cast<uint64_t>(is.st_mtim.tv_sec), static_cast<uint64_t>(is.st_mtim.tv_nsec)};
+            seen[i] = {is.st_dev,
+                       is.st_ino,
+                       is.st_mode,
+                       static_cast<uint64_t>(is.st_size),
+                       static_cast<uint64_t>(is.st_mtim.tv_sec),
+                       static_cast<uint64_t>(is.st_mtim.tv_nsec),
+                       static_cast<uint64_t>(is.st_ctim.tv_sec),
+                       static_cast<uint64_t>(is.st_ctim.tv_nsec)};
         }
         ++i;
     }
@@ -45,10 +51,10 @@ Status FollowedTls::load() {
 ssl_st* FollowedTls::open() {
     MutexLock lock(mutex_);
     if (Seen now = look(); now != seen_) {
-        const bool open_key = now[1] != seen_[1] && is_open_to_others(files_.key);
         seen_ = now;
+        // Each time, whichever file has changed: a key that was refused may not slip in with its certificate.
         Result<ssl_ctx_st*> made =
-            open_key
+            is_open_to_others(files_.key)
                 ? Error{Code::kInvalidArgument, std::string(files_.use->key) + " = " + files_.key +
                                                     " can be read by others; run: chmod 600 " + files_.key}
                 : make_();

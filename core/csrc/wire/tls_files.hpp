@@ -75,8 +75,9 @@ class FollowedTls {
     std::string take_trouble();
 
    private:
-    // Of each file: what another one of that name differs in. All 0: there is none.
-    using Seen = std::array<std::array<uint64_t, 5>, 3>;
+    // Of each file: what another one of that name differs in, or the same one whose mode was changed. All 0:
+    // there is none.
+    using Seen = std::array<std::array<uint64_t, 8>, 3>;
     Seen look() const;
 
     const OpenSsl& lib_;

@@ -567,14 +567,16 @@ TEST_CASE("tls: files that are replaced are those of the next connection, and us
     namespace fs = std::filesystem;
     const fs::path folder = fs::temp_directory_path() / ("moonpool-tls-" + std::to_string(::getpid()));
     fs::create_directories(folder);
-    const std::string cert = folder / "cert.pem", ca = folder / "ca.pem";
+    const std::string cert = folder / "cert.pem", key = folder / "key.pem", ca = folder / "ca.pem";
     auto replace = [&](const std::string& file, const std::string& by) {
         fs::copy_file(by, folder / "new", fs::copy_options::overwrite_existing);
         fs::rename(folder / "new", file);
     };
     replace(cert, certificate("master"));
+    replace(key, certificate("test-key"));
+    fs::permissions(key, fs::perms::owner_read);
     replace(ca, certificate("test-cert"));
-    House house(*TlsServer::create({cert, certificate("test-key"), ""}));
+    House house(*TlsServer::create({cert, key, ""}));
     auto client = *TlsClient::create({"", "", ca}, "");
     says(refusal(house.to(client)), "is not trusted");
     replace(ca, certificate("authority"));
