@@ -163,7 +163,8 @@ class EngineSource:
         if key := self._key_of(root):
             headers["Authorization"] = f"Bearer {key}"
         tls = self._tls() if url.startswith("https:") else True
-        async with session.post(url, data=body, headers=headers, ssl=tls) as answer:
+        # A redirect could lead out of TLS, with the prompt and the key of the engine.
+        async with session.post(url, data=body, headers=headers, ssl=tls, allow_redirects=False) as answer:
             if answer.status in _ABSENT:
                 self._absent_until[url] = self._clock() + RETRY_S
                 if answer.status == 401 and not self._told:

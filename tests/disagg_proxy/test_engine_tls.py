@@ -375,6 +375,33 @@ async def test_token_ids_are_asked_for_inside_tls(files: Files) -> None:
 
 
 @with_deadline
+async def test_a_question_for_token_ids_follows_no_redirect(files: Files) -> None:
+    """It would lead out of TLS."""
+    asked = asyncio.Event()
+
+    async def elsewhere(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        writer.close()
+
+    server = await asyncio.start_server(elsewhere, "127.0.0.1", 0)
+    target = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/tokenize"
+
+    async def redirect(exchange: Exchange) -> None:
+        await exchange.send(f"HTTP/1.1 307 T\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n".encode())
+
+    try:
+        async with bed(**given(files)) as b:
+            b.engines[0].behave = redirect
+            source = EngineSource(lambda _model: [b.engines[0].spec.url], tls=files.client)
+            assert await source.ids(TextPrompt("completions", "m", b'{"model":"m","prompt":"hi"}')) is None
+            await source.close()
+            assert [each.target for each in b.engines[0].seen] == ["/v1/completions/render", "/tokenize"]
+            assert not asked.is_set()
+    finally:
+        server.close()
+
+
+@with_deadline
 async def test_settings_that_cannot_be_meant(files: Files) -> None:
     spec = EngineSpec("a", "https://localhost")
     assert (spec.address, spec.is_https) == (("localhost", 443), True)
