@@ -185,6 +185,33 @@ def test_files_that_cannot_serve_are_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("shown", ["common-name", "test-cert"])
+def test_a_name_is_an_alternative_name(tmp_path: Path, shown: str) -> None:
+    """As the data plane has it: an engine that only one of the two accepts would come and go."""
+    certificates = Path(__file__).parent / "certificates"
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificates / f"{shown}.pem", certificates / "test-key.pem")
+    client = http_tls.asking(http_tls.TlsFiles(ca=str(certificates / f"{shown}.pem")))
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asked = server.wrap_bio(up, down, server_side=True)
+    asking = client.wrap_bio(down, up, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        asking.do_handshake()
+    with pytest.raises(ssl.SSLWantReadError):
+        asked.do_handshake()
+    if shown == "test-cert":
+        asking.do_handshake()
+    else:
+        with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
+            asking.do_handshake()
+
+
+def test_chains_are_verified_as_by_the_data_plane() -> None:
+    """Whatever this Python's default is."""
+    flags = http_tls.asking(http_tls.TlsFiles()).verify_flags
+    assert not flags & (ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VERIFY_X509_STRICT)
+
+
 def test_a_key_that_others_can_read_is_refused(files: dict[str, str]) -> None:
     Path(files["tls_key"]).chmod(0o640)
     with pytest.raises(ConfigError, match=r"can be read by others \(mode 0640\); run: chmod 600"):

@@ -44,6 +44,14 @@ leaf() { # name, subject alternative names, from, to
     sign "$1" authority "$3" "$4" "subjectAltName=$2"
     mv "$work/out-$1.pem" "$1.pem"
 }
+common_name() { # name: of localhost, which it has as subject alone; signed by itself
+    cp test-key.pem "$work/$1.key"
+    openssl req -x509 -key test-key.pem -subj /CN=localhost -out "$work/$1.pem"
+    openssl req -new -key test-key.pem -subj /CN=localhost -out "$work/$1.csr"
+    : > "$work/$1.db"
+    sign "$1" "$1" 20200101000000Z 21200101000000Z "basicConstraints=critical,CA:TRUE" -selfsign
+    mv "$work/out-$1.pem" "$1.pem"
+}
 
 authority authority
 leaf master "DNS:localhost,IP:127.0.0.1,IP:::1" 20200101000000Z 21200101000000Z
@@ -52,3 +60,4 @@ leaf master-expired "DNS:localhost,IP:127.0.0.1,IP:::1" 20200101000000Z 20210101
 leaf master-future "DNS:localhost,IP:127.0.0.1,IP:::1" 21190101000000Z 21200101000000Z
 leaf caller "DNS:node.example" 20200101000000Z 21200101000000Z
 mv "$work/authority.pem" authority.pem
+common_name common-name
