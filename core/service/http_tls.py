@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import ssl
 import stat
 from collections.abc import Callable
@@ -155,10 +156,57 @@ def own_proxy_context(config: Config) -> ssl.SSLContext | None:
     None: the proxy is in plain. Raises ConfigError for a file that cannot be used."""
     if not config.proxy.tls_cert:
         return None
-    context = asking(TlsFiles(ca=config.proxy.tls_cert, ca_setting="proxy.tls_cert"))
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # one that another authority has signed
-    context.check_hostname = False
+    context = _OneCertificate(ssl.PROTOCOL_TLS_CLIENT)
+    context.trust(_first_certificate(config.proxy.tls_cert, "proxy.tls_cert"))
     return context
+
+
+class _OneCertificate(ssl.SSLContext):
+    """Accepts a server that shows one certificate, whatever name it is for and whichever authority has signed
+    it, and no other one: those behind it in a chain vouch for others, too."""
+
+    _trusted = b""
+
+    def trust(self, certificate: bytes) -> None:
+        """In DER form."""
+        self.check_hostname = False
+        self.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # one that another authority has signed
+        self.load_verify_locations(cadata=certificate)
+        self._trusted = certificate
+
+    def wrap_socket(
+        self,
+        sock: socket.socket,
+        server_side: bool = False,
+        do_handshake_on_connect: bool = True,
+        suppress_ragged_eofs: bool = True,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLSocket:
+        """With its handshake, before anything is sent. Raises SSLCertVerificationError for another one."""
+        inside = super().wrap_socket(
+            sock, server_side, True, suppress_ragged_eofs, server_hostname=server_hostname, session=session
+        )
+        if inside.getpeercert(binary_form=True) != self._trusted:
+            inside.close()
+            raise ssl.SSLCertVerificationError("it shows another certificate")
+        return inside
+
+
+def _first_certificate(file: str, setting: str) -> bytes:
+    """In DER form; in a chain it is the server's own. Raises ConfigError."""
+    try:
+        text = Path(file).read_text("ascii", errors="replace")
+        begin = text.index(ssl.PEM_HEADER)
+        end = text.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)
+        return ssl.PEM_cert_to_DER_cert(text[begin:end])
+    except (OSError, ValueError) as error:
+        reason = _reason(error) if isinstance(error, OSError) else "no certificate"
+        raise wrong(
+            f"{setting} = {file} cannot be used: {reason}; it must be a certificate in PEM form",
+            setting,
+            error,
+        ) from error
 
 
 def own_proxy_url(config: Config) -> str:

@@ -473,6 +473,27 @@ async def test_another_certificate_is_no_proxy_of_ours(files: Files, tmp_path: P
 
 
 @with_deadline
+async def test_another_certificate_of_its_authority_is_no_proxy_of_ours(files: Files, tmp_path: Path) -> None:
+    """tls_cert may have the whole chain, whose authority has signed others, too."""
+    files.show("master-elsewhere")
+    async with bed(**given(files)) as b:
+        chain = tmp_path / "chain.pem"
+        for name, answers in (("master-elsewhere", True), ("master", False)):
+            own = Path(Files(tmp_path / name, cert=name).cert).read_text()
+            chain.write_text("# Of the proxy.\n" + own + Path(files.ca).read_text())
+            ours = {"proxy.listen": f"127.0.0.1:{b.port}", "proxy.tls_cert": str(chain)}
+            config = load(env={}, arguments={"node.http": "off", **ours})
+            seen = await asyncio.to_thread(take, config, timeout_s=10.0)
+            assert seen.proxy_answers == answers
+
+
+def test_a_file_without_a_certificate_is_no_proxy_of_ours(files: Files) -> None:
+    for file, why in ((files.key, "no certificate"), ("/no/cert", "No such file or directory")):
+        with pytest.raises(ConfigError, match=f"proxy.tls_cert = {file} cannot be used: {why}"):
+            own_proxy_context(load(env={}, arguments={"proxy.tls_cert": file}))
+
+
+@with_deadline
 async def test_settings_that_cannot_be_meant(files: Files, tmp_path: Path) -> None:
     engines = (EngineSpec("a", "http://127.0.0.1:1"),)
     with pytest.raises(ConfigError, match=r"tls_cert is set and proxy\.tls_key is not"):
