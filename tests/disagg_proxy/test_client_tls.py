@@ -320,6 +320,26 @@ async def test_a_flood_of_handshakes_lets_answers_go_on(files: Files) -> None:
         assert (await b.ask("POST", PATH, BODY)).status == 200
 
 
+# A record of a handshake that holds the header of a ClientHello of 128 KiB.
+LARGE_HELLO = (b"\x16\x03\x01\x00\x04\x01\x02\x00\x00",)
+IN_PIECES = tuple(b"\x16\x03\x01\x00\x01" + bytes([octet]) for octet in (1, 2, 0, 0))
+
+
+@pytest.mark.parametrize("records", [LARGE_HELLO, IN_PIECES], ids=["one-record", "four-records"])
+@with_deadline
+async def test_a_hello_that_claims_too_much_is_refused_by_its_header(
+    files: Files, records: tuple[bytes, ...]
+) -> None:
+    """Room for all of it would be made at once."""
+    async with bed(**given(files)) as b:
+        client = await plain(b)
+        for record in records:
+            await client.send(record)
+        await client.ended()
+        assert b.counters.rejected == {"tls_handshake": 1}
+        assert (await b.ask("GET", "/health")).status == 200
+
+
 @with_deadline
 async def test_cuts_in_mid_handshake(files: Files) -> None:
     async with bed(**given(files)) as b:

@@ -27,7 +27,8 @@ namespace moonpool {
 namespace {
 
 // Values of OpenSSL's headers, the same in 1.1.1 and 3.
-constexpr int kCtrlMode = 33, kCtrlSessionCache = 44, kCtrlHostName = 55, kCtrlMinVersion = 123;
+constexpr int kCtrlMode = 33, kCtrlSessionCache = 44, kCtrlHostName = 55, kCtrlMinVersion = 123,
+              kCtrlCertificatesMax = 51;
 constexpr long kModeReleaseBuffers = 0x10, kTls12 = 0x0303;
 constexpr uint64_t kOptions = (1u << 14) | (1u << 17) | (1u << 30);  // no tickets, compression, renegotiation
 constexpr int kPem = 1, kErrorWantRead = 2, kErrorZeroReturn = 6;
@@ -39,6 +40,8 @@ constexpr unsigned long kAlert = 1000;  // a reason above it is an alert of the 
 // More than any cipher adds to a record; a length beyond it is no TLS.
 constexpr size_t kRecordOverheadMax = 2048;
 constexpr uint8_t kTlsAlert = 21;
+// What a caller may show before it is known: a chain has some thousand bytes.
+constexpr long kCallerCertificatesMax = 32 << 10;
 constexpr size_t kKeptBytes = 4096;                 // of a buffer that is not in use
 constexpr size_t kSendBytes = 8 * kTlsRecordBytes;  // are encrypted, then the socket gets them
 constexpr int kEmptyRecordsMax = 16;  // in one call, without a byte for the caller: others wait meanwhile
@@ -123,6 +126,7 @@ Result<ssl_ctx_st*> server_context(const OpenSsl& lib, const TlsFiles& files) {
         if (Status status = trust(lib, context.get(), files); !status) return status.error();
         // Without kVerifyMust a client that shows no certificate would pass.
         lib.SSL_CTX_set_verify(context.get(), kVerifyPeer | kVerifyMust, nullptr);
+        lib.SSL_CTX_ctrl(context.get(), kCtrlCertificatesMax, kCallerCertificatesMax, nullptr);
     }
     if (files.use->http) lib.SSL_CTX_set_alpn_select_cb(context.get(), choose_http, nullptr);
     return context.release();
@@ -200,6 +204,11 @@ ssize_t TlsStream::read_record(int fd) {
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return n;
         auto got = static_cast<size_t>(n);
+        if (!in_header && is_server_ && header_[0] == kTlsHandshake &&
+            !hello_.fits(piece, std::min(got, missing))) {
+            errno = EPROTO;
+            return -1;
+        }
         if (lib_.BIO_write(in_, piece, static_cast<int>(n)) != n) {
             errno = ENOMEM;
             return -1;

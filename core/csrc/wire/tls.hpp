@@ -24,6 +24,7 @@
 
 #include "base/result.hpp"
 #include "wire/tls_files.hpp"
+#include "wire/tls_hello.hpp"
 
 struct bio_st;
 
@@ -94,6 +95,7 @@ class TlsStream {
     std::string name_;  // that the server's certificate must be for
     std::array<uint8_t, 5> header_{};
     size_t have_ = 0;     // bytes of the record that is being read, header included
+    TlsHello hello_;      // of a server's caller
     bool spoke_ = false;  // the other side; it began with TLS
     bool not_tls_ = false;
     bool ended_ = false;
