@@ -29,6 +29,7 @@ from tests.disagg_proxy.harness import (
     until,
     with_deadline,
 )
+from tests.disagg_proxy.key_updates import Updater
 from tests.disagg_proxy.tls_files import Files
 
 BODY = b'{"prompt":"x"}'
@@ -337,6 +338,27 @@ async def test_a_hello_that_claims_too_much_is_refused_by_its_header(
             await client.send(record)
         await client.ended()
         assert b.counters.rejected == {"tls_handshake": 1}
+        assert (await b.ask("GET", "/health")).status == 200
+
+
+@with_deadline
+async def test_a_key_update_is_answered_at_once(files: Files) -> None:
+    """Also by a connection without a request, or the answers would pile up."""
+    async with bed(**given(files)) as b:
+        with Updater(b.host, b.port) as client:
+            await asyncio.to_thread(client.update, 3)
+            assert await asyncio.to_thread(client.receive)
+
+
+@with_deadline
+async def test_a_flood_of_key_updates_ends_the_connection(files: Files) -> None:
+    async with bed(**given(files)) as b:
+        with Updater(b.host, b.port) as client:
+            await asyncio.to_thread(client.update, 30)
+            await asyncio.to_thread(client.receive)
+            assert b.client_count == 1
+            await asyncio.to_thread(client.update, 10)
+            await until(lambda: b.client_count == 0)
         assert (await b.ask("GET", "/health")).status == 200
 
 

@@ -45,6 +45,8 @@ constexpr long kCallerCertificatesMax = 32 << 10;
 constexpr size_t kKeptBytes = 4096;                 // of a buffer that is not in use
 constexpr size_t kSendBytes = 8 * kTlsRecordBytes;  // are encrypted, then the socket gets them
 constexpr int kEmptyRecordsMax = 16;  // in one call, without a byte for the caller: others wait meanwhile
+// In a row, after the handshake. Each key update costs an answer of ours; no side that means well sends many.
+constexpr int kTextlessRecordsMax = 32;
 
 // Of RFC 7301: names with their length before them.
 constexpr unsigned char kHttp[] = "\x08http/1.1";
@@ -269,7 +271,10 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
         }
         lib_.ERR_clear_error();
         int n = lib_.SSL_read(ssl_, data, want);
-        if (n > 0) return n;
+        if (n > 0) {
+            textless_ = 0;
+            return n;
+        }
         int error = lib_.SSL_get_error(ssl_, n);
         if (error == kErrorZeroReturn) {
             ended_well_ = true;
@@ -279,6 +284,10 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
             fail();
             (void)flush(fd);  // the alert that tells the other side
             return over();
+        }
+        if (++textless_ > kTextlessRecordsMax) {
+            errno = EPROTO;
+            return -1;
         }
     }
     errno = EAGAIN;

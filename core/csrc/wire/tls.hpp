@@ -96,6 +96,7 @@ class TlsStream {
     std::array<uint8_t, 5> header_{};
     size_t have_ = 0;     // bytes of the record that is being read, header included
     TlsHello hello_;      // of a server's caller
+    int textless_ = 0;    // records since the last with text
     bool spoke_ = false;  // the other side; it began with TLS
     bool not_tls_ = false;
     bool ended_ = false;

@@ -93,8 +93,8 @@ void Client::on_events(uint32_t events) {
     if (open() && (events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) read_some(events);
 }
 
-// The handshake of TLS. A step of it is some hundred times as dear as a read: so many strangers get one in each
-// turn, the others in the next, and answers go on between them.
+// The handshake of TLS. A step of it is some hundred times as dear as a read: so many strangers get one in
+// each turn, the others in the next, and answers go on between them.
 void Client::shake_hands() {
     if (context_.handshakes == 0) return;
     --context_.handshakes;
@@ -138,6 +138,7 @@ void Client::read_some(uint32_t events) {
         if ((events & (EPOLLHUP | EPOLLERR)) != 0) abort();
         return;
     }
+    const size_t unsent = transport_.unsent();
     ssize_t n = transport_.receive(fd.get(), context_.scratch);
     if (n > 0) {
         // Lingering: bytes are read and dropped, so that the close does not become a reset that overtakes
@@ -148,6 +149,8 @@ void Client::read_some(uint32_t events) {
     } else if (errno != EAGAIN && errno != EINTR) {
         abort();
     }
+    // What TLS itself answers (a key update) is counted and goes at once, also where no text has come.
+    if (open() && transport_.unsent() > unsent) flush();
 }
 
 // The client ended its side. It may only have shut down its writing, but a client that left looks the same,

@@ -140,7 +140,10 @@ void Upstream::read_some() {
     ssize_t n = transport_.receive(fd.get(), context_.scratch);
     if (n > 0 && (leg_ != nullptr || drained_until > 0))
         return feed({context_.scratch.data(), static_cast<size_t>(n)});
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
+        if (transport_.unsent() > 0) write_more();  // what TLS itself answers
+        return;
+    }
     if (leg_ == nullptr) return close();  // the engine ended an idle connection, or speaks unasked
     // The orderly end of an answer without a length.
     if (n == 0 && headed_ && transport_.ended_well() && body_.finish()) return deliver(false, {}, true);
