@@ -25,8 +25,9 @@ struct RelayContext {
         : settings(std::move(given)), observations(settings.limits.observations_max) {}
 
     const Settings settings;
-    double now = 0;         // of this turn, s of the relay's clock
-    size_t handshakes = 0;  // of TLS, that still may go on in this turn
+    double now = 0;  // of this turn, s of the relay's clock
+    // Steps of handshakes of TLS that are still done in this turn.
+    size_t handshakes = 0, engine_handshakes = 0;
     bool draining = false;  // the relay accepts no more, and each answer is its connection's last
     Poller poller;
     std::vector<char> scratch = std::vector<char>(256 << 10);  // for what is read from a socket

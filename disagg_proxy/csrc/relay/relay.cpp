@@ -248,7 +248,7 @@ void Relay::run() {
         // No longer than to the next sweep: deadlines have no timers of their own.
         context_.poller.wait(std::clamp(static_cast<int>(std::ceil(left_s * 1000)), 0, 1000));
         now = clock();  // what came is of now, not of the moment before the wait
-        context_.handshakes = kHandshakesPerTurn;
+        context_.handshakes = context_.engine_handshakes = kHandshakesPerTurn;
         context_.poller.hand_out();
         now = clock();
         run_posted();

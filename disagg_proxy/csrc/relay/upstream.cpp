@@ -54,6 +54,8 @@ void Upstream::on_events(uint32_t events) {
 }
 
 void Upstream::finish_connecting() {
+    // The next turn is told of it once more, and of an error, too.
+    if (engine_.settings.tls != nullptr && context_.engine_handshakes == 0) return;
     int error = 0;
     socklen_t size = sizeof(error);
     // Any event while connecting says that it is over; this tells how.
@@ -77,7 +79,10 @@ void Upstream::finish_connecting() {
     leg->connected();
 }
 
+// As those of clients (Client::shake_hands), and counted apart: neither side's take the other's turn.
 void Upstream::shake_hands() {
+    if (context_.engine_handshakes == 0) return;
+    --context_.engine_handshakes;
     TlsStream::Step step = transport_.shake(fd.get());
     if (step == TlsStream::Step::kFailed) {
         return refused_tls(transport_.tls()->error(engine_.settings.host).text);
