@@ -292,6 +292,38 @@ async def test_a_certificate_that_an_engine_stops_to_accept(
         assert failure in (("before_first_byte", "connect"), ("before_first_byte", "lost"))
 
 
+@with_deadline
+async def test_what_breaks_behind_a_request_is_no_refused_certificate(files: Files) -> None:
+    """The engine has the request: it is not sent to another one as if this one had refused it."""
+    ssl_of_engine = files.server()
+
+    async def spoiled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = ssl_of_engine.wrap_bio(incoming, outgoing, server_side=True)
+        request = b""
+        while b'"x"' not in request:
+            try:
+                request += tls.read(65536)
+            except ssl.SSLWantReadError:
+                writer.write(outgoing.read())
+                incoming.write(await reader.read(65536))
+        writer.write(outgoing.read() + b"\x17\x03\x03\x00\x20" + bytes(32))  # no record of this connection
+        await reader.read()
+        writer.close()
+
+    health = HealthChecks(interval_s=NEVER_S, timeout_s=10.0)
+    async with bed(**given(files, health=health, deadlines=Deadlines(upstream_idle_s=0.001))) as b:
+        assert (await b.ask("POST", PATH, BODY)).status == 200
+        await b.engines[0].stop()
+        server = await asyncio.start_server(spoiled, "127.0.0.1", b.engines[0].port)
+        try:
+            await until(lambda: b.engine(0).connections == 0)
+            await b.ask("POST", PATH, BODY)
+            assert b.engine(0).failures == {("before_first_byte", "lost"): 1}
+        finally:
+            server.close()
+
+
 # Files that change.
 
 

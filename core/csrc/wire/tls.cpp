@@ -402,6 +402,12 @@ void TlsStream::end(int fd) {
 
 size_t TlsStream::pending_bytes() const { return static_cast<size_t>(std::max(lib_.SSL_pending(ssl_), 0)); }
 
+// 42 to 49 and 116: the alerts about certificates.
+bool TlsStream::refused_ours() const {
+    unsigned long reason = reason_ & 0xFFF;
+    return !is_server_ && ((reason >= kAlert + 42 && reason <= kAlert + 49) || reason == kAlert + 116);
+}
+
 Error TlsStream::error(const std::string& peer) const {
     // The codes of verification are the same in OpenSSL 1.1.1 and 3; their own words would not name a
     // remedy.
@@ -425,11 +431,7 @@ Error TlsStream::error(const std::string& peer) const {
     }
     if (not_tls_) return Error{Code::kProtocol, peer + " does not speak TLS"};
     if (ended_) return Error{Code::kUnavailable, peer + " closed the connection during the TLS handshake"};
-    unsigned long reason = reason_ & 0xFFF;
-    // 42 to 49 and 116: the alerts about certificates.
-    bool about_ours =
-        !is_server_ && ((reason >= kAlert + 42 && reason <= kAlert + 49) || reason == kAlert + 116);
-    if (about_ours) {
+    if (refused_ours()) {
         return Error{Code::kAuth, peer + " does not accept the certificate of this process (" +
                                       lib_.reason(reason_) + "); " + use_.unaccepted};
     }

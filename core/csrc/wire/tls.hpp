@@ -73,6 +73,8 @@ class TlsStream {
     const TlsUse& use() const { return use_; }
     // The other side's certificate is not acceptable.
     bool untrusted() const { return verify_result_ != 0; }
+    // The other side says that it does not accept the certificate of this one, or wants one.
+    bool refused_ours() const;
     // Why it failed, in one sentence with the remedy.
     Error error(const std::string& peer) const;
 

@@ -152,8 +152,9 @@ void Upstream::read_some() {
     if (leg_ == nullptr) return close();  // the engine ended an idle connection, or speaks unasked
     // The orderly end of an answer without a length.
     if (n == 0 && headed_ && transport_.ended_well() && body_.finish()) return deliver(false, {}, true);
-    if (n < 0 && errno == EPROTO && received_ == 0 && !reused_) {
-        return refused_tls(transport_.tls()->error(engine_.settings.host).text);
+    const TlsStream* tls = transport_.tls();
+    if (n < 0 && received_ == 0 && !reused_ && tls != nullptr && tls->refused_ours()) {
+        return refused_tls(tls->error(engine_.settings.host).text);
     }
     ended();
 }
