@@ -208,6 +208,7 @@ ssize_t TlsStream::read_record(int fd) {
         auto got = static_cast<size_t>(n);
         if (!in_header && is_server_ && header_[0] == kTlsHandshake &&
             !hello_.fits(piece, std::min(got, missing))) {
+            broken_ = true;
             errno = EPROTO;
             return -1;
         }
@@ -286,8 +287,8 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
             return over();
         }
         if (++textless_ > kTextlessRecordsMax) {
-            errno = EPROTO;
-            return -1;
+            broken_ = true;
+            return over();
         }
     }
     errno = EAGAIN;
