@@ -382,8 +382,8 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
             bool found = std::ranges::find(found_, node, &Holder::node) != found_.end();
             if (!found && seats_.at(node).drops.has(hash)) found_.push_back({node, Tier::kDram});
         }
-        // And nodes that have yet to tell what they hold. Where there are many this master is new: clients ask
-        // those that its predecessor knew.
+        // And nodes that have yet to tell what they hold. Where there are many this master is new: clients
+        // ask those that its predecessor knew.
         for (NodeId node : unsettled_) {
             if (unsettled_.size() > kUnsettledMost) break;
             bool found = std::ranges::find(found_, node, &Holder::node) != found_.end();

@@ -314,7 +314,8 @@ void bind_server(py::module_& m) {
              py::arg("tls") = py::none(), py::arg("size_option") = "--dram ", py::arg("memory_root") = "",
              py::arg("salts") = std::map<std::string, std::string>(), py::arg("data_tls") = py::none(),
              py::arg("limits") = std::vector<TenantLimitsRow>(),
-             "settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant. limits: as "
+             "settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant. limits: "
+             "as "
              "of set_limits().")
         .def_static("setting_names", &node_setting_names)
         .def("set_tenants", &PyServer::set_tenants, py::arg("rows"),
