@@ -1,6 +1,8 @@
 #include "ssd/index.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <tuple>
 
 namespace moonpool::ssd {
 
@@ -58,6 +60,21 @@ void Index::move(uint32_t at, Place place) {
     unlink(at);
     entries_[at].place = place;
     link(at);
+}
+
+void Index::sort(const std::vector<uint64_t>& numbers) {
+    std::vector<uint32_t> live;
+    live.reserve(count());
+    for (uint32_t at = 0; at < slots(); ++at) {
+        if (entries_[at].sequence != 0) live.push_back(at);
+    }
+    std::ranges::sort(live, {}, [&](uint32_t at) {
+        const Place& place = entries_[at].place;
+        return std::tuple(numbers[place.slot], place.block);
+    });
+    std::ranges::fill(segments_, Segment{});
+    std::ranges::fill(owners_, Segment{});
+    for (uint32_t at : live) link(at);
 }
 
 void Index::set_owner(uint32_t space, uint32_t owner) {

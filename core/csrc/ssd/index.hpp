@@ -63,6 +63,9 @@ class Index {
     uint32_t insert(Entry entry);  // no entry has that hash
     void erase(uint32_t at);
     void move(uint32_t at, Place place);  // its record was copied there
+    // Puts all lists into the order in which the records were written: by the number of their segment's
+    // content, and by block. After entries came in another order. O(n log n).
+    void sort(const std::vector<uint64_t>& numbers);
 
     Entry& entry(uint32_t at) { return entries_[at]; }
     const Entry& entry(uint32_t at) const { return entries_[at]; }

@@ -76,6 +76,7 @@ class Scanner {
         floor_ = std::max(floor_, tail_);
         floor_ = std::max(floor_, oldest_believed());
         forget_dead(records_max);
+        index_.sort(numbers_);  // they came by the place of their segments, and by several threads
         for (uint32_t slot = 0; slot < slots_; ++slot) {
             if (lost_[slot]) ++result_.damaged;
             if (numbers_[slot] < floor_ || lost_[slot]) numbers_[slot] = 0;

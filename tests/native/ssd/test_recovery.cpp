@@ -324,3 +324,29 @@ TEST_CASE(
     CHECK(get(*log, "old", bytes) == Outcome::kMiss);
     CHECK(get(*log, "third", bytes) == Outcome::kDone);
 }
+
+TEST_CASE("ssd recovery: the oldest of an owner is what was written first, wherever its segment lies") {
+    constexpr int kObjects = 31;  // one a segment: the ring of 12 has come round, and stands in its middle
+    auto disk = fake_disk();
+    {
+        auto log = must_open(small_log(disk));
+        for (int i = 0; i < kObjects; ++i)
+            REQUIRE(put(*log, "k" + std::to_string(i), content(i, 100'000)) == Outcome::kDone);
+    }
+    auto log = must_open(small_log(disk));
+    auto there = [&] {
+        std::vector<int> found;
+        for (int i = 0; i < kObjects; ++i) {
+            if (log->has(key_of(*log, "k" + std::to_string(i)).hash)) found.push_back(i);
+        }
+        return found;
+    };
+    std::vector<int> before = there();
+    REQUIRE(before.size() >= 6);
+    while (before.size() > 1) {
+        CHECK(log->trim("default", log->bytes_of("default") - 1, 1) == 1);
+        before.erase(before.begin());
+        CHECK(there() == before);
+        CHECK(log->check_integrity());
+    }
+}
