@@ -161,6 +161,20 @@ def test_a_disk_has_so_much_of_a_tenant_and_no_more(tmp_path: Path) -> None:
         assert bed.of("b", "ssd_bytes") > 0
 
 
+def test_a_clean_stop_writes_what_is_newest_though_the_disk_has_its_most(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    disk = [(str(tmp_path / "ssd"), 128 * MIB)]
+    limits = {"a": (None, None, 6 * MIB, None)}
+    with node(tmp_path, limits, ssd=disk) as bed:
+        bed.put("a", 60)
+        until(lambda: bed.of("a", "ssd_dropped_total") > 0)
+        memory_only = [f"k{number}" for number in range(52, 60)]
+        assert all(bed.stores["a"].get(key) is not None for key in memory_only)
+    with node(tmp_path, limits, ssd=disk) as bed:
+        assert bed.of("a", "ssd_bytes") <= 6 * MIB
+        assert [key for key in memory_only if bed.stores["a"].get(key) is None] == []
+
+
 def _row(name: str, **limits: int) -> TenantRow:
     return TenantRow(name=name, role="writer", keys=(f"the-key-of-tenant-{name}",), **limits)
 

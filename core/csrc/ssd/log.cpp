@@ -208,7 +208,7 @@ uint64_t Log::bytes_of(std::string_view owner) const {
     return it == state.owners.end() || state.off ? 0 : state.index.bytes_of(it->second);
 }
 
-uint32_t Log::trim(std::string_view owner, uint64_t bytes_max, uint32_t most) {
+uint32_t Log::trim(std::string_view owner, uint64_t bytes_max, uint32_t most, uint64_t newest) {
     LogState& state = parts_->state;
     uint32_t removed = 0;
     bool wake;
@@ -218,6 +218,7 @@ uint32_t Log::trim(std::string_view owner, uint64_t bytes_max, uint32_t most) {
         if (it == state.owners.end() || state.off) return 0;
         for (; removed < most && state.index.bytes_of(it->second) > bytes_max; ++removed) {
             const Entry& e = state.index.entry(state.index.oldest_of(it->second));
+            if (e.sequence > newest) break;
             state.gone.push_back(e.hash);
             state.drop(e.hash, e.sequence);
             ++state.counters.removed;

@@ -106,9 +106,9 @@ class Log {
     bool remove_older(const Hash128& hash, uint64_t version);
     // Bytes of the records of an owner: of spaces whose identity begins with it and a 0.
     uint64_t bytes_of(std::string_view owner) const;
-    // Removes what was written the longest ago until it has at most so many, `most` objects in one call; they
-    // are told to on_gone. -> how many objects.
-    uint32_t trim(std::string_view owner, uint64_t bytes_max, uint32_t most);
+    // Removes what was written the longest ago until it has at most so many, `most` objects in one call, and
+    // none with a sequence above `newest`; they are told to on_gone. -> how many objects.
+    uint32_t trim(std::string_view owner, uint64_t bytes_max, uint32_t most, uint64_t newest = UINT64_MAX);
     // When done is called, everything that was submitted before survives a power failure.
     void sync(Done done);
 

@@ -40,6 +40,7 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
     std::unique_ptr<SsdTier> tier(new SsdTier(options, std::move(post)));
     // One counter for all logs: of two records of one key on two disks the higher sequence is the newer.
     auto sequence = std::make_shared<std::atomic<uint64_t>>(0);
+    tier->sequence_ = sequence;
     for (const auto& [directory, bytes] : options.directories) {
         ssd::LogOptions log_options;
         log_options.directory = directory;
@@ -238,29 +239,37 @@ uint64_t SsdTier::bytes_of(const Pool& pool) const {
     return bytes;
 }
 
-// Removes the oldest of the tenant's objects, of the directory that has the most of them. False: it still has
-// more.
+// Removes the oldest of the tenant's objects, first of the directory that has the most of them; at the node's
+// stop nothing that was written for it. False: it still has more.
 bool SsdTier::trim(Tenant& tenant, uint64_t bytes_max, uint32_t most) {
-    for (size_t i = 0; i < devices_.size(); ++i) {
-        uint64_t all = bytes_of(*tenant.pool);
+    uint64_t all = bytes_of(*tenant.pool);
+    if (all <= bytes_max) return true;
+    std::vector<std::pair<uint64_t, ssd::Log*>> fullest;
+    for (auto& log : devices_) fullest.emplace_back(log->bytes_of(tenant.owner), log.get());
+    std::ranges::sort(fullest, std::greater{});
+    for (auto [here, log] : fullest) {
+        uint64_t left = here - std::min(here, all - bytes_max);
+        tenant.dropped_total += log->trim(tenant.owner, left, most, before_flush_);
+        all = bytes_of(*tenant.pool);
         if (all <= bytes_max) return true;
-        ssd::Log& fullest = **std::ranges::max_element(
-            devices_, {}, [&](const auto& log) { return log->bytes_of(tenant.owner); });
-        uint64_t here = fullest.bytes_of(tenant.owner);
-        tenant.dropped_total += fullest.trim(tenant.owner, here - std::min(here, all - bytes_max), most);
     }
-    return bytes_of(*tenant.pool) <= bytes_max;
+    return false;
 }
 
 // For a record of an object of that size, within the tenant's limit. At the node's stop the objects that were
-// used last come first, and none goes for another.
+// used last come first, so that only records from before it go for others.
 bool SsdTier::make_room(Tenant& tenant, uint64_t bytes) {
     std::optional<uint64_t> most = tenant.pool->limits().ssd_max;
     if (!most) return true;
     uint64_t needed = bytes + kRecordBesides + tenant.writing_bytes;
     if (needed > *most) return false;
-    if (flushing_) return bytes_of(*tenant.pool) <= *most - needed;
-    return trim(tenant, *most - needed, kTrimMax);
+    // At a stop each object has one turn only.
+    return trim(tenant, *most - needed, flushing_ ? UINT32_MAX : kTrimMax);
+}
+
+bool SsdTier::exceeds_limit(const Tenant& tenant, uint64_t bytes) {
+    std::optional<uint64_t> most = tenant.pool->limits().ssd_max;
+    return most && bytes + kRecordBesides > *most;
 }
 
 bool SsdTier::wants_cleaning(const Tenant& tenant) const {
@@ -318,10 +327,9 @@ bool SsdTier::write_next(Tenant& tenant) {
         return true;
     }
     uint64_t bytes = entry.size;
-    std::optional<uint64_t> most = tenant.pool->limits().ssd_max;
-    bool too_large = most && bytes + kRecordBesides > *most;
-    if (too_large || !make_room(tenant, bytes)) {
-        if (too_large || flushing_) {
+    bool never_fits = exceeds_limit(tenant, bytes);
+    if (never_fits || !make_room(tenant, bytes)) {
+        if (never_fits || (flushing_ && tenant.writing_bytes == 0)) {
             ++not_saved_total_;
             return true;
         }
@@ -395,11 +403,13 @@ void SsdTier::cancel_write(const Hash128& hash) {
 // At the node's stop. Recent use and pins no longer matter, and what fails is not tried again, so that the
 // flush ends.
 void SsdTier::flush(std::function<void()> done) {
+    if (!flushing_) before_flush_ = sequence_->load();
     flushing_ = true;
     flushed_.push_back(std::move(done));
     for (auto& [name, tenant] : tenants_) {
-        // What was used last is worth most, should the time not suffice.
-        std::reverse(tenant.dirty.begin(), tenant.dirty.end());
+        // What was used last is worth most, should the time or the tenant's limit not suffice.
+        for (Dirty& each : tenant.dirty) each.last_used = tenant.pool->table().last_used(each.slot);
+        std::ranges::stable_sort(tenant.dirty, std::greater{}, &Dirty::last_used);
         clean(tenant);
     }
     end_flush();

@@ -8,6 +8,7 @@
 //                     \--evicted before it was written--> lost, counted
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -139,6 +140,7 @@ class SsdTier {
     Tenant& tenant_of(const Pool& pool) { return tenants_.find(pool.tenant())->second; }
     const Tenant& tenant_of(const Pool& pool) const { return tenants_.find(pool.tenant())->second; }
     bool make_room(Tenant& tenant, uint64_t bytes);
+    static bool exceeds_limit(const Tenant& tenant, uint64_t bytes);
     bool trim(Tenant& tenant, uint64_t bytes_max, uint32_t most);
     ssd::Key key(Tenant& tenant, size_t device, uint32_t space, const Hash128& hash, std::string_view name);
     size_t home(const Hash128& hash) const;
@@ -168,8 +170,10 @@ class SsdTier {
     std::function<void(const Hash128&, bool)> listener_;
     uint32_t writing_ = 0;
     uint64_t writing_bytes_ = 0;
+    std::shared_ptr<std::atomic<uint64_t>> sequence_;  // of the newest record of all logs
     bool flushing_ = false;
-    bool promoting_ = false;  // the commit under way is of an object that a disk has
+    uint64_t before_flush_ = UINT64_MAX;  // sequence of the newest record that may go for another
+    bool promoting_ = false;              // the commit under way is of an object that a disk has
     std::vector<std::function<void()>> flushed_;
     uint64_t promoted_total_ = 0, promoted_bytes_total_ = 0, promote_failed_total_ = 0;
     uint64_t not_saved_total_ = 0;
