@@ -175,6 +175,20 @@ def test_a_clean_stop_writes_what_is_newest_though_the_disk_has_its_most(tmp_pat
         assert [key for key in memory_only if bed.stores["a"].get(key) is None] == []
 
 
+@pytest.mark.parametrize("ssd_max", [0, MIB])
+def test_what_waits_for_the_disk_does_not_grow_with_puts(tmp_path: Path, ssd_max: int) -> None:
+    (tmp_path / "ssd").mkdir()
+    limits = {"a": (None, None, ssd_max, None)}
+    with node(tmp_path, limits, ssd=[(str(tmp_path / "ssd"), 128 * MIB)]) as bed:
+        for number in range(1, 6001):  # three quarters of them go from memory
+            assert bed.stores["a"].put(f"k{number}", b"x" * (8 << 10))
+            if number % 1000 == 0:
+                rows = bed.server.metrics()
+                assert rows["ssd_dirty_objects"] <= (2 * rows["objects"] + 1024 if ssd_max else 0)
+        assert bed.of("a", "evicted_total") > 3000
+        assert bed.of("a", "ssd_bytes") <= ssd_max
+
+
 def _row(name: str, **limits: int) -> TenantRow:
     return TenantRow(name=name, role="writer", keys=(f"the-key-of-tenant-{name}",), **limits)
 

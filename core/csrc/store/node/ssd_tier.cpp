@@ -12,6 +12,7 @@
 #include "store/node/ssd_tier.hpp"
 
 #include <algorithm>
+#include <unordered_set>
 
 #include "base/clock.hpp"
 
@@ -25,6 +26,7 @@ constexpr uint64_t kWriteBytesMax = 64ull << 20;  // and their bytes, unless it 
 constexpr size_t kMatesMax = 64;                  // of a group that is written in one go
 constexpr uint32_t kTrimMax = 1024;               // objects that go in one go, for a tenant's limit
 constexpr uint64_t kRecordBesides = 8u << 10;     // of a record, beside its object: header and rounding
+constexpr uint64_t kDeadMax = 1024;               // entries of a queue, beside two for each object
 constexpr int kLooksMax = 1024;                   // at objects that may be written, in one go
 constexpr uint32_t kLostPerTick = 65536;          // entries of a directory that is given up
 constexpr uint32_t kReadsMax = 65536;             // that wait in one log
@@ -83,7 +85,7 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
             Hash128 hash{entry.hash_low, entry.hash_high};
             if (t->writing_ != 0) t->cancel_write(hash);
             if (!t->promoting_) t->set_->note(hash);
-            tenant.dirty.push_back({slot, table.generation(slot), table.last_used(slot)});
+            t->queue(tenant, slot);
             // While writes are under way, their ends call clean(); so a burst of puts does not run it for
             // each.
             if (t->writing_ == 0 && !tenant.resting) t->clean(tenant);
@@ -267,6 +269,28 @@ bool SsdTier::make_room(Tenant& tenant, uint64_t bytes) {
     return trim(tenant, *most - needed, flushing_ ? UINT32_MAX : kTrimMax);
 }
 
+// What the tenant's limit never has room for is not queued: clean() may not look at it for a long time.
+void SsdTier::queue(Tenant& tenant, uint32_t slot) {
+    const ObjectTable& table = tenant.pool->table();
+    if (exceeds_limit(tenant, table.entry(slot).size)) {
+        ++not_saved_total_;
+        return;
+    }
+    tenant.dirty.push_back({slot, table.generation(slot), table.last_used(slot)});
+    if (tenant.dirty.size() > 2 * table.counters().objects + kDeadMax) drop_dead(tenant);
+}
+
+// While little of the arena is to be clean, or the disks take nothing, objects may go faster than clean()
+// comes to their entries. Leaves one of each object at most, so that the next time is as many puts away.
+void SsdTier::drop_dead(Tenant& tenant) {
+    const ObjectTable& table = tenant.pool->table();
+    std::unordered_set<uint32_t> seen;
+    std::erase_if(tenant.dirty, [&](const Dirty& each) {
+        bool dead = !table.committed(each.slot) || table.generation(each.slot) != each.generation;
+        return dead || table.saved(each.slot) || table.retained(each.slot) || !seen.insert(each.slot).second;
+    });
+}
+
 bool SsdTier::exceeds_limit(const Tenant& tenant, uint64_t bytes) {
     std::optional<uint64_t> most = tenant.pool->limits().ssd_max;
     return most && bytes + kRecordBesides > *most;
@@ -441,7 +465,7 @@ void SsdTier::gone(const std::vector<Hash128>& hashes) {
             uint32_t slot = table.find(hash);
             if (slot == kNoSlot || !table.saved(slot)) continue;
             table.set_saved(slot, false);
-            tenant.dirty.push_back({slot, table.generation(slot), table.last_used(slot)});
+            queue(tenant, slot);
         }
     }
 }

@@ -140,6 +140,8 @@ class SsdTier {
     Tenant& tenant_of(const Pool& pool) { return tenants_.find(pool.tenant())->second; }
     const Tenant& tenant_of(const Pool& pool) const { return tenants_.find(pool.tenant())->second; }
     bool make_room(Tenant& tenant, uint64_t bytes);
+    void queue(Tenant& tenant, uint32_t slot);
+    static void drop_dead(Tenant& tenant);
     static bool exceeds_limit(const Tenant& tenant, uint64_t bytes);
     bool trim(Tenant& tenant, uint64_t bytes_max, uint32_t most);
     ssd::Key key(Tenant& tenant, size_t device, uint32_t space, const Hash128& hash, std::string_view name);
