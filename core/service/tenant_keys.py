@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from moonpool.core.config.tenants_file import (
     NativeLimits,
+    TenantRow,
     TenantsFile,
     native_limits,
     native_rows,
     salts_of,
 )
-from moonpool.core.errors import ConfigError, InvalidArgument
+from moonpool.core.errors import ConfigError, Error, InvalidArgument
 
 if TYPE_CHECKING:
     from moonpool.core.config.config import Config
@@ -58,6 +59,7 @@ class TenantKeys:
         self._log = log
         self._salts = salts_of(file.rows)  # as the server hashes with them until it ends
         self._said = ""  # the error that the last look ended with
+        self._said_of_limits = ""  # and that with which limits were taken
         self._closed = threading.Event()
         server.set_tenants(native_rows(file.rows))
         self._in_force = file.rows
@@ -83,16 +85,30 @@ class TenantKeys:
     def _look(self) -> None:
         self._file.reread()
         rows = self._file.rows
-        if rows == self._in_force:
+        if rows != self._in_force:
+            self._take_keys(rows)
+        # Behind the keys, and at each look: a busy node takes them at a later one.
+        self._look_at_limits(native_limits(rows))
+
+    def _look_at_limits(self, limits: list[NativeLimits]) -> None:
+        if self._take_limits is None or limits == self._limits:
             return
+        sentence = ""
+        try:
+            self._take_limits(limits)
+            self._limits = limits
+        except InvalidArgument as error:
+            sentence = str(error)
+            self._limits = limits  # the same would be refused again
+        except Error as error:
+            sentence = f"{error}; that is tried again"
+        if sentence and sentence != self._said_of_limits:
+            self._log.error("%s; the tenants' limits from before are in use", sentence)
+        self._said_of_limits = "" if limits == self._limits else sentence
+
+    def _take_keys(self, rows: list[TenantRow]) -> None:
         self._server.set_tenants(native_rows(rows))
         self._in_force = rows
-        if self._take_limits is not None and (limits := native_limits(rows)) != self._limits:
-            try:
-                self._take_limits(limits)
-            except InvalidArgument as error:
-                self._log.error("%s; the tenants' limits from before are in use", error)
-            self._limits = limits
         self._log.info("%d rows of tenants are in force", len(rows), extra={"event": "tenants"})
         if salts_of(rows) != self._salts:
             self._log.warning(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,8 +12,14 @@ import pytest
 
 from moonpool import Store, _native
 from moonpool.core.config.native_settings import node_settings
-from moonpool.core.config.tenants_file import TenantRow, TenantsFile, native_limits, tenants_text
-from moonpool.core.errors import InvalidArgument
+from moonpool.core.config.tenants_file import (
+    NativeLimits,
+    TenantRow,
+    TenantsFile,
+    native_limits,
+    tenants_text,
+)
+from moonpool.core.errors import InvalidArgument, Unavailable
 from moonpool.core.service import metrics, tenant_keys
 from moonpool.core.service.tenant_keys import TenantKeys
 from tests.token_file import TokenFile
@@ -215,6 +221,30 @@ def test_limits_follow_the_file(
         file.replace(tenants_text([_row("a"), rows[1]]).encode())
         until(lambda: bed.of("a", "dram_max_bytes") == 16 * MIB)
         followed.close()
+
+
+def test_limits_that_a_busy_node_did_not_take_are_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant_keys, "FOLLOW_S", 0.02)
+    file = TokenFile(tmp_path / "tenants.toml", tenants_text([_row("a", dram_min=4 * MIB)]).encode())
+    tries = []
+    with node(tmp_path, {"a": (4 * MIB, None, None, None)}) as bed, caplog.at_level(logging.INFO):
+
+        def busy_at_first(rows: Sequence[NativeLimits]) -> None:
+            tries.append(rows)
+            if len(tries) < 4:
+                raise Unavailable("the node did not take the tenants' limits in time")
+            bed.server.set_limits(rows)
+
+        log = logging.getLogger("moonpool.node")
+        followed = TenantKeys(TenantsFile(str(file.path)), bed.server, log, busy_at_first)
+        file.replace(tenants_text([_row("a", dram_max=4 * MIB)]).encode())
+        until(lambda: bed.of("a", "dram_max_bytes") == 4 * MIB)
+        followed.close()
+    assert len(tries) == 4
+    assert caplog.text.count("in time; that is tried again; the tenants' limits from before are in use") == 1
+    assert caplog.text.count("1 rows of tenants are in force") == 1
 
 
 def test_limits_that_need_a_restart_are_said(tmp_path: Path) -> None:
