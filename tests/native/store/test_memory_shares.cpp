@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 #include <sys/stat.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -73,6 +74,9 @@ class Tenants {
         uint64_t all = 0;
         for (const auto& pool : pools_) all += pool->held_bytes();
         return all;
+    }
+    void ticks(int n) {
+        for (int i = 0; i < n; ++i) shares.on_tick();
     }
     // What the kernel says that the arena's file has.
     uint64_t of_system(size_t tenant) {
@@ -206,7 +210,84 @@ TEST_CASE("what readers have pinned is not taken, and a put that finds nothing i
     CHECK(t.pool(1).share_counters().refused == 1);
     CHECK(t.pool(0).share_counters().evicted == 0);
     for (uint32_t slot : pinned) t.pool(0).table().unpin(slot, t.pool(0).table().generation(slot));
+    CHECK_FALSE(t.put(1, 1, 4 * kMiB));  // a tenant that could give nothing is left alone for a while
+    t.ticks(30);
     CHECK(t.put(1, 1, 4 * kMiB));  // at one place, though memory comes in pieces
+    t.check();
+}
+
+TEST_CASE("where pins lie in each piece nothing is evicted for memory that cannot come free") {
+    constexpr uint64_t kSmall = 32u << 10;
+    Tenants t({{"a", 16 * kMiB, limits(0)}, {"b", 2 * kMiB, limits(0, 16 * kMiB)}});
+    for (int i = 0; i < 480; ++i) REQUIRE(t.put(0, i, kSmall));
+    ObjectTable& table = t.pool(0).table();
+    std::map<uint64_t, uint32_t> pinned;  // one in each grain
+    for (int i = 0; i < 480; ++i) {
+        uint32_t slot = t.slot(0, i);
+        if (slot != kNoSlot) pinned.emplace(table.entry(slot).offset / t.pool(0).grain_bytes(), slot);
+    }
+    for (auto [grain, slot] : pinned) table.pin(slot);
+    uint64_t before = table.counters().evicted_total, held = t.pool(0).held_bytes();
+    REQUIRE(t.shares.set({{"a", limits({}, 2 * kMiB)}, {"b", limits(0, 16 * kMiB)}}));
+    t.ticks(100);
+    t.put_many(1, 64);
+    CHECK(held - t.pool(0).held_bytes() <= 2 * kMiB);  // what no object had ever had
+    CHECK(table.counters().evicted_total == before);
+    for (auto [grain, slot] : pinned) table.unpin(slot, table.generation(slot));
+    t.ticks(31);
+    CHECK(t.pool(0).held_bytes() == 2 * kMiB);
+    t.check();
+}
+
+TEST_CASE("memory that is given back costs about as many objects as it had") {
+    testing::Random rng(3);
+    Tenants t({{"a", 64 * kMiB, limits(0)}, {"b", 8 * kMiB, limits(0)}});  // in pieces of 2 MiB
+    for (int i = 0; i < 4000; ++i) REQUIRE(t.put(0, i, 16u << 10));
+    // Ages lie scattered: what was used the longest ago leaves small holes.
+    ObjectTable& table = t.pool(0).table();
+    for (int i = 0; i < 20000; ++i) {
+        uint32_t slot = t.slot(0, static_cast<int>(rng.next() % 4000));
+        if (slot == kNoSlot) continue;
+        table.pin(slot);
+        table.unpin(slot, table.generation(slot));
+    }
+    REQUIRE(t.shares.set({{"a", limits({}, 56 * kMiB)}, {"b", limits(0)}}));
+    t.ticks(1);
+    CHECK(t.pool(0).held_bytes() == 56 * kMiB);
+    CHECK(t.pool(0).share_counters().evicted_bytes <= 8 * kMiB * 5 / 2);
+    t.check();
+}
+
+TEST_CASE("nothing is evicted for a need that others' memory does not meet") {
+    Tenants t({{"a", 8 * kMiB, limits(7 * kMiB)}, {"b", 2 * kMiB, limits(2 * kMiB, 8 * kMiB)}});
+    t.put_many(0, 32);
+    uint64_t before = t.pool(0).table().counters().evicted_total;
+    CHECK_FALSE(t.put(1, 0, 4 * kMiB));
+    CHECK(t.pool(0).table().counters().evicted_total == before);
+    CHECK(t.pool(0).held_bytes() == 8 * kMiB);
+    t.check();
+}
+
+TEST_CASE("a need gets what others can give where the host has not what no tenant has") {
+    Tenants t({{"a", 16 * kMiB, limits(2 * kMiB, 16 * kMiB)}, {"b", 4 * kMiB, limits(8 * kMiB, 24 * kMiB)}});
+    REQUIRE(t.shares.set({{"a", limits(2 * kMiB, 8 * kMiB)}, {"b", limits(8 * kMiB, 24 * kMiB)}}));
+    t.ticks(3);
+    t.put_many(0, 40);
+    REQUIRE(t.pool(0).held_bytes() == 8 * kMiB);
+    uint64_t given = t.pool(0).share_counters().given_bytes, used = 0;
+    t.pool(1).guard_commits([&](uint64_t bytes) {  // the host has what the other gave back, and no more
+        if (used + bytes > t.pool(0).share_counters().given_bytes - given) return false;
+        used += bytes;
+        return true;
+    });
+    CHECK(t.put(1, 0, 3 * kMiB));
+    CHECK(t.put(1, 1, 3 * kMiB));
+    CHECK(t.hits(1, 2) == 2);
+    t.check();
+    t.pool(1).guard_commits({});
+    t.ticks(31);  // what the host lacked is tried again
+    t.put_many(1, 80);
+    CHECK(t.pool(1).held_bytes() >= 8 * kMiB);
     t.check();
 }
 

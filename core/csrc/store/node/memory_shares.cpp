@@ -85,7 +85,7 @@ const MemoryShares::Bounds* MemoryShares::of(const Pool& pool) const {
 uint64_t MemoryShares::spare() const {
     uint64_t held = 0;
     for (const Tenant& tenant : tenants_) held += tenant.pool->held_bytes();
-    return total_ - std::min(total_, held);
+    return total_ - std::min(total_, held + missing_);
 }
 
 // Memory of a giver that has nothing in it, above its minimum.
@@ -101,13 +101,14 @@ uint64_t MemoryShares::above_share(const Tenant& giver, const Tenant& taker) {
 }
 
 // From those first that have the most.
-uint64_t MemoryShares::collect(const Tenant& taker, uint64_t bytes, Most most, bool evict) {
+uint64_t MemoryShares::collect(const Tenant& taker, uint64_t bytes, Most most, uint64_t evict_max) {
     uint64_t got = 0;
     std::vector<const Tenant*> tried{&taker};
     while (got < bytes && tried.size() <= kGiversMax) {
-        const Tenant* giver = nullptr;
-        for (const Tenant& each : tenants_) {
+        Tenant* giver = nullptr;
+        for (Tenant& each : tenants_) {
             if (each.pool->reserving() || std::ranges::find(tried, &each) != tried.end()) continue;
+            if (evict_max != 0 && each.resting != 0) continue;
             if (giver == nullptr || most(each, taker) > most(*giver, taker)) giver = &each;
         }
         if (giver == nullptr) break;
@@ -115,9 +116,32 @@ uint64_t MemoryShares::collect(const Tenant& taker, uint64_t bytes, Most most, b
         uint64_t wanted = std::min(most(*giver, taker), bytes - got) / grain * grain;
         if (wanted == 0) break;  // the others have less
         tried.push_back(giver);
-        got += giver->pool->give_back(wanted, evict);
+        uint64_t given = giver->pool->give_back(wanted, evict_max);
+        if (evict_max != 0 && given < wanted) giver->resting = kRestTicks;
+        got += given;
     }
     return got;
+}
+
+// At most, of what they use; fewer where pins stand in the way.
+uint64_t MemoryShares::could_give(const Tenant& taker) const {
+    uint64_t bytes = 0;
+    for (const Tenant& giver : tenants_) {
+        if (&giver == &taker || giver.pool->reserving() || giver.resting != 0) continue;
+        bytes += above_share(giver, taker);
+    }
+    return bytes;
+}
+
+// Memory that no tenant has. What the host lacks, though it was said to be the tenants', is no more counted
+// on for a while.
+uint64_t MemoryShares::take(Tenant& taker, uint64_t bytes, uint64_t piece) {
+    uint64_t taken = taker.pool->take_memory(bytes, piece);
+    if (taken < bytes) {
+        missing_ += bytes - taken;
+        missing_ticks_ = kRestTicks;
+    }
+    return taken;
 }
 
 uint64_t MemoryShares::get(Pool& pool, uint64_t bytes, uint64_t piece) {
@@ -127,22 +151,41 @@ uint64_t MemoryShares::get(Pool& pool, uint64_t bytes, uint64_t piece) {
     uint64_t most = std::min(taker->bounds.max, pool.arena_bytes());
     bytes = std::min((bytes + grain - 1) / grain * grain,
                      (most - std::min(most, pool.held_bytes())) / grain * grain);
-    if (bytes == 0) return 0;
-    uint64_t there = spare();
-    if (there < bytes) there += collect(*taker, bytes - there, unused, false);
-    if (there < bytes) there += collect(*taker, bytes - there, above_share, true);
-    return pool.take_memory(std::min(bytes, there), piece);
+    bytes = std::min(bytes, kGetBytes);
+    uint64_t taken = 0;
+    // Once more where the host has less than the tenants were to have: then others' memory is all there is.
+    for (int tries = 0; tries < 2 && taken < bytes; ++tries) {
+        uint64_t lacks = bytes - taken;
+        uint64_t there = spare() / grain * grain;
+        if (there < lacks) there += collect(*taker, lacks - there, unused, 0);
+        // Nothing is evicted where the piece does not come together all the same.
+        uint64_t needed = std::min(piece, bytes) - std::min({piece, bytes, taken});
+        if (there < lacks && there + could_give(*taker) >= needed)
+            there += collect(*taker, lacks - there, above_share, kTickObjects);
+        there = std::min(lacks, there);
+        if (there == 0) break;
+        uint64_t got = take(*taker, there, taken == 0 ? piece : 0);
+        taken += got;
+        if (got == there) break;
+    }
+    return taken;
 }
 
 void MemoryShares::on_tick() {
     if (tenants_.empty()) return;
     for (Tenant& tenant : tenants_) {
         Pool& pool = *tenant.pool;
-        if (pool.reserving() || pool.held_bytes() <= tenant.bounds.max) continue;
-        pool.give_back(std::min(pool.held_bytes() - tenant.bounds.max, kTickBytes), true);
+        if (tenant.resting != 0) --tenant.resting;
+        if (tenant.resting != 0 || pool.reserving() || pool.held_bytes() <= tenant.bounds.max) continue;
+        uint64_t wanted = std::min(pool.held_bytes() - tenant.bounds.max, kTickBytes);
+        // Less may be the maximum of objects; none are pins.
+        if (pool.give_back(wanted, kTickObjects) == 0) tenant.resting = kRestTicks;
     }
-    looked_at_ = (looked_at_ + 1) % tenants_.size();
-    tenants_[looked_at_].pool->drop_strays();
+    if (missing_ticks_ != 0 && --missing_ticks_ == 0) missing_ = 0;
+    for (size_t i = 0; i < std::min(kStraysMax, tenants_.size()); ++i) {
+        looked_at_ = (looked_at_ + 1) % tenants_.size();
+        tenants_[looked_at_].pool->drop_strays();
+    }
     uint64_t there = spare();
     const Tenant& lender = *std::ranges::max_element(tenants_, {}, &Tenant::over);
     for (Tenant& tenant : tenants_) {

@@ -53,16 +53,24 @@ class MemoryShares {
     const Bounds* of(const Pool& pool) const;
 
    private:
-    static constexpr uint64_t kTickBytes = 64ull << 20;  // that one tick takes back of one tenant
+    static constexpr uint64_t kTickBytes = 64ull << 20;  // that one tick takes back of one tenant,
+    static constexpr uint64_t kTickObjects = 4096;       // and what it evicts by age for that, a few ms
+    static constexpr uint64_t kGetBytes = 64ull << 20;   // that one need gets
     static constexpr size_t kGiversMax = 4;              // that are tried for one need, in each way
+    static constexpr size_t kStraysMax = 8;              // tenants that one tick looks after
+    static constexpr int kRestTicks = 30;                // of 100 ms
 
     struct Tenant {
         Pool* pool;
         uint64_t configured_bytes;
         Bounds bounds;
-        // How far it is above its minimum; negative: below.
+        // Ticks until it is asked again for what it uses: pins stood in the way.
+        int resting = 0;
+        // How far it is above its minimum; negative: below. Of the minimum only whole grains count, for
+        // between two tenants nothing less moves.
         int64_t over() const {
-            return static_cast<int64_t>(pool->held_bytes()) - static_cast<int64_t>(bounds.min);
+            uint64_t min = bounds.min / pool->grain_bytes() * pool->grain_bytes();
+            return static_cast<int64_t>(pool->held_bytes()) - static_cast<int64_t>(min);
         }
     };
     Tenant* find(const Pool& pool);
@@ -70,10 +78,14 @@ class MemoryShares {
     using Most = uint64_t (*)(const Tenant& giver, const Tenant& taker);
     static uint64_t unused(const Tenant& giver, const Tenant& taker);
     static uint64_t above_share(const Tenant& giver, const Tenant& taker);
-    uint64_t collect(const Tenant& taker, uint64_t bytes, Most most, bool evict);
+    uint64_t collect(const Tenant& taker, uint64_t bytes, Most most, uint64_t evict_max);
+    uint64_t could_give(const Tenant& taker) const;
+    uint64_t take(Tenant& taker, uint64_t bytes, uint64_t piece);
 
     std::vector<Tenant> tenants_;  // with limits of memory since the node's start
     uint64_t total_ = 0;           // bytes of all of them together
+    uint64_t missing_ = 0;         // of these, what the host did not have when it was to be taken
+    int missing_ticks_ = 0;        // until it is tried again
     size_t looked_at_ = 0;         // by the last tick
 };
 

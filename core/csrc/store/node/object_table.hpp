@@ -126,6 +126,8 @@ class ObjectTable {
     // Frees `bytes` in one piece, whose objects and those that hang on them were used the longest ago, where
     // evicting by age has left holes only. False when pinned or leased memory stands in the way everywhere.
     bool evict_window(uint64_t bytes);
+    // How many whole grains could come free: neither pins nor leases have any of them. O(objects).
+    uint64_t evictable_grains(uint64_t grain) const;
 
     bool committed(uint32_t slot) const {
         return slot < used_ && objects_[slot].state == SlotState::kCommitted;

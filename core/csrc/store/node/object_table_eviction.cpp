@@ -173,6 +173,26 @@ bool ObjectTable::evict_window(uint64_t bytes) {
     return true;
 }
 
+uint64_t ObjectTable::evictable_grains(uint64_t grain) const {
+    std::vector<uint64_t> bytes;  // of each grain, what is free or may go
+    auto add = [&](Extent e) {
+        for (uint64_t at = e.offset; at < e.end();) {
+            uint64_t next = std::min(e.end(), (at / grain + 1) * grain);
+            if (bytes.size() <= at / grain) bytes.resize(at / grain + 1);
+            bytes[at / grain] += next - at;
+            at = next;
+        }
+    };
+    allocator_.for_each(add);
+    for (uint32_t slot = 0; slot < used_; ++slot) {
+        const Object& o = objects_[slot];
+        if (o.state == SlotState::kCommitted && o.pins == 0 && o.retains == 0 &&
+            !leases_.inside_open(extent(slot)))
+            add(extent(slot));
+    }
+    return static_cast<uint64_t>(std::ranges::count(bytes, grain));
+}
+
 // Puts an object, or the one that stands for its group, into the eviction list that it belongs to, or out of
 // it.
 void ObjectTable::settle(uint32_t slot, bool newest) {

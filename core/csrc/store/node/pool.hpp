@@ -130,9 +130,11 @@ class Pool {
     // Told when a lease finds too little: gets `bytes`, `piece` of them at one place. -> how many it got.
     using OnShort = std::function<uint64_t(Pool&, uint64_t bytes, uint64_t piece)>;
     void set_on_short(OnShort f) { on_short_ = std::move(f); }
-    // Gives memory back to the system, and evicts objects for it if that is allowed. -> how many bytes; fewer
-    // where pins and leases stand in the way.
-    uint64_t give_back(uint64_t bytes, bool evict) EXCLUDES(commit_mutex_);
+    // Gives memory back to the system, and evicts up to so many objects for it by age; where these leave
+    // holes, those of one window of the arena go besides. -> how many bytes; fewer where pins and leases
+    // stand in the way, or more objects would have to go. 0, and nothing is evicted, where nothing can come
+    // free.
+    uint64_t give_back(uint64_t bytes, uint64_t evict_max) EXCLUDES(commit_mutex_);
     // Free memory beyond what its next puts need.
     uint64_t idle_bytes() const {
         uint64_t kept = capacity() / 8 + 2 * lease_bytes_max();
@@ -173,6 +175,7 @@ class Pool {
     void set_grain();
     void add_absent();
     uint64_t collapse_shared() EXCLUDES(commit_mutex_);
+    bool make_grains(uint64_t bytes, uint64_t evict_max);
     bool get_memory(uint64_t min, uint64_t want);
     uint64_t lease_bytes_max() const { return std::clamp(size_now() / 128, kSlabMin, kSlabMax); }
     // The loop has the commit_mutex_: a mutex alone could be the other thread's again and again.

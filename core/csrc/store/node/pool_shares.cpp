@@ -3,10 +3,12 @@
 // other way. So neither leases nor objects know of absent memory: it is as if a lease had it that never ends.
 //
 // Cost on the loop: the kernel clears what is taken, about 0.2 ms a MiB in pages of 4 KiB; giving back costs
-// a third of that. One lease moves what it asked for, a few MiB.
+// a third of that. One lease moves what it asked for, a few MiB. A giver without holes of a grain sorts its
+// objects for one window each time, O(n log n).
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "store/node/pool.hpp"
 
@@ -16,7 +18,6 @@ namespace {
 
 constexpr uint64_t kSmallGrain = 256u << 10;
 constexpr uint64_t kSmallArena = 64u << 20;
-constexpr uint64_t kEvictFactor = 4;  // bytes that may go by age for each byte, before a whole window goes
 
 }  // namespace
 
@@ -76,7 +77,26 @@ uint64_t Pool::take_memory(uint64_t bytes, uint64_t piece) {
     return taken;
 }
 
-uint64_t Pool::give_back(uint64_t bytes, bool evict) {
+// Makes room for whole grains, up to `bytes`. By age, but only as far as there are not enough bytes; once
+// there are, and they lie scattered, it takes the window whose turn comes first.
+bool Pool::make_grains(uint64_t bytes, uint64_t evict_max) {
+    if (table_->counters().pinned != 0) {
+        bytes = std::min(bytes, table_->evictable_grains(grain_bytes_) * grain_bytes_);
+        if (bytes == 0) return false;
+    }
+    const uint64_t last = table_->counters().evicted_total + evict_max;
+    while (free_bytes() < bytes && table_->counters().evicted_total < last && table_->evict_for_memory()) {
+    }
+    if (allocator_.largest() >= bytes + grain_bytes_) return true;
+    bytes = std::min(bytes, free_bytes() / grain_bytes_ * grain_bytes_);
+    // In any window of that size so many whole grains lie; pins may leave but a smaller one.
+    for (uint64_t window : {bytes, grain_bytes_}) {
+        if (window != 0 && table_->evict_window(window + grain_bytes_ - kPageBytes)) return true;
+    }
+    return false;
+}
+
+uint64_t Pool::give_back(uint64_t bytes, uint64_t evict_max) {
     bytes = (bytes + grain_bytes_ - 1) / grain_bytes_ * grain_bytes_;
     const TableCounters before = table_->counters();
     auto evicted_bytes = [&] { return table_->counters().evicted_bytes_total - before.evicted_bytes_total; };
@@ -86,11 +106,9 @@ uint64_t Pool::give_back(uint64_t bytes, bool evict) {
         if (allocator_.largest() >= grain_bytes_)
             extent = allocator_.allocate(grain_bytes_, bytes - given, grain_bytes_);
         if (!extent) {
-            if (!evict) break;
-            // By age; where that leaves holes that are too small, the window that was used the longest ago.
-            if (evicted_bytes() < kEvictFactor * bytes && table_->evict_for_memory()) continue;
-            if (!table_->evict_window(2 * grain_bytes_ - kPageBytes)) break;
-            extent = allocator_.allocate(grain_bytes_, grain_bytes_, grain_bytes_);
+            if (evict_max == 0) break;
+            bool made = make_grains(bytes - given, std::exchange(evict_max, 0));
+            if (made) extent = allocator_.allocate(grain_bytes_, bytes - given, grain_bytes_);
             if (!extent) break;
         }
         loop_waits_ = true;
