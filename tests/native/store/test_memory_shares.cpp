@@ -258,6 +258,16 @@ TEST_CASE("memory that is given back costs about as many objects as it had") {
     t.check();
 }
 
+TEST_CASE("one client leases at most half of what its tenant could have now") {
+    Tenants t({{"a", 16 * kMiB, limits(12 * kMiB)}, {"b", 4 * kMiB, limits(4 * kMiB, 20 * kMiB)}});
+    t.put_many(0, 64);
+    t.ticks(1);  // that a lends 2 MiB, and no more
+    CHECK(t.pool(1).arena_bytes() == 20 * kMiB);
+    CHECK(t.pool(1).may_lease(kMiB, kMiB));
+    CHECK_FALSE(t.pool(1).may_lease(kMiB, 6 * kMiB));
+    CHECK(t.pool(1).may_lease(0, 5 * kMiB));
+}
+
 TEST_CASE("nothing is evicted for a need that others' memory does not meet") {
     Tenants t({{"a", 8 * kMiB, limits(7 * kMiB)}, {"b", 2 * kMiB, limits(2 * kMiB, 8 * kMiB)}});
     t.put_many(0, 32);

@@ -69,8 +69,7 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
               " bytes (node.object_share_max of the arena)";
     } else if (leases_.size() >= limits.slabs) {
         why = "this client already holds " + std::to_string(limits.slabs) + " leases, the limit";
-        // So that one client, leaking or hostile, leaves half of the arena to the others.
-    } else if (leased_bytes_ + min > pool_->arena_bytes() / 2) {
+    } else if (!pool_->may_lease(leased_bytes_, min)) {
         why = "this client already holds " + std::to_string(leased_bytes_) +
               " bytes in leases, half of the arena";
     } else if (std::optional<Extent> lease = pool_->lease(min, std::min(want, fair_lease_bytes()))) {
@@ -97,7 +96,7 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
 // A client keeps its lease until it is full, so what one may take ahead shrinks with the number of clients.
 uint64_t Connection::fair_lease_bytes() const {
     uint64_t clients = std::max<size_t>(server_.connections_.size() - server_.remote_connections_, 1);
-    return std::min(pool_->object_bytes_max(), pool_->arena_bytes() / 16 / clients);
+    return std::min(pool_->object_bytes_max(), pool_->size_now() / 16 / clients);
 }
 
 // The last lease that begins at or before the extent. The comparison is written so that a size from the

@@ -92,7 +92,7 @@ bool Connection::make_room(PutSink& put) {
     }
     auto lease = [&](uint64_t bytes) -> std::optional<Extent> {
         // The same bound as for a LEASE of this host.
-        if (leased_bytes_ + bytes > pool_->arena_bytes() / 2) return std::nullopt;
+        if (!pool_->may_lease(leased_bytes_, bytes)) return std::nullopt;
         std::optional<Extent> extent = pool_->lease(bytes, bytes);
         if (!extent) return std::nullopt;
         leased_bytes_ += extent->size;

@@ -100,6 +100,13 @@ class Pool {
     uint64_t held_bytes() const { return reserving() ? options_.start_bytes : capacity(); }
     // What shares of the arena are of: its size, or what a tenant with a changing one has now.
     uint64_t size_now() const { return options_.shares_memory ? held_bytes() : options_.arena_bytes; }
+    // Whether one client may lease so much more, beside what it leases already: so that it, leaking or
+    // hostile, leaves half of the memory to the others. Of a size that changes, half of what could be had
+    // now; a first lease is for what is had then.
+    bool may_lease(uint64_t leased, uint64_t more) const {
+        if (options_.shares_memory && leased == 0) return true;
+        return leased + more <= (size_now() + obtainable_bytes_) / 2;
+    }
     int arena_fd() const { return arena_.fd(); }
     Result<Fd> arena_read_only_fd() const;
     const std::byte* data() const { return arena_.data(); }
