@@ -179,7 +179,8 @@ void MemoryShares::on_tick() {
         if (tenant.resting != 0 || pool.reserving() || pool.held_bytes() <= tenant.bounds.max) continue;
         uint64_t wanted = std::min(pool.held_bytes() - tenant.bounds.max, kTickBytes);
         // Less may be the maximum of objects; none are pins.
-        if (pool.give_back(wanted, kTickObjects) == 0) tenant.resting = kRestTicks;
+        uint64_t given = pool.give_back(wanted, kTickObjects);
+        tenant.resting = given == 0 ? kRestTicks : static_cast<int>(pool.table().slots_used() / kTickSorts);
     }
     if (missing_ticks_ != 0 && --missing_ticks_ == 0) missing_ = 0;
     for (size_t i = 0; i < std::min(kStraysMax, tenants_.size()); ++i) {

@@ -55,6 +55,7 @@ class MemoryShares {
    private:
     static constexpr uint64_t kTickBytes = 64ull << 20;  // that one tick takes back of one tenant,
     static constexpr uint64_t kTickObjects = 4096;       // and what it evicts by age for that, a few ms
+    static constexpr uint32_t kTickSorts = 50'000;       // objects for each tick that it then pauses
     static constexpr uint64_t kGetBytes = 64ull << 20;   // that one need gets
     static constexpr size_t kGiversMax = 4;              // that are tried for one need, in each way
     static constexpr size_t kStraysMax = 8;              // tenants that one tick looks after
