@@ -434,9 +434,31 @@ void SsdTier::flush(std::function<void()> done) {
         // What was used last is worth most, should the time or the tenant's limit not suffice.
         for (Dirty& each : tenant.dirty) each.last_used = tenant.pool->table().last_used(each.slot);
         std::ranges::stable_sort(tenant.dirty, std::greater{}, &Dirty::last_used);
+        leave_old_ones(tenant);
         clean(tenant);
     }
     end_flush();
+}
+
+// An object is not written at the cost of one that was used later and is on the disks already.
+void SsdTier::leave_old_ones(Tenant& tenant) {
+    std::optional<uint64_t> most = tenant.pool->limits().ssd_max;
+    if (!most) return;
+    const ObjectTable& table = tenant.pool->table();
+    std::vector<std::pair<uint64_t, uint64_t>> objects;  // when each was used, and bytes
+    for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
+        if (table.committed(slot)) objects.emplace_back(table.last_used(slot), table.entry(slot).size);
+    }
+    std::ranges::sort(objects, std::greater{});
+    uint64_t all = 0;
+    for (const auto& [used, bytes] : objects) {
+        all += bytes + kRecordBesides;
+        if (all <= *most) continue;
+        size_t before = tenant.dirty.size();
+        std::erase_if(tenant.dirty, [used](const Dirty& each) { return each.last_used <= used; });
+        not_saved_total_ += before - tenant.dirty.size();
+        return;
+    }
 }
 
 void SsdTier::end_flush() {

@@ -157,6 +157,7 @@ class SsdTier {
     void gone(const std::vector<Hash128>& hashes);
     void promoted(const Hash128& hash, ssd::Outcome outcome);
     void tell(const Hash128& hash, bool added);
+    void leave_old_ones(Tenant& tenant);
     void end_flush();
     void cancel_write(const Hash128& hash);
 
