@@ -85,6 +85,17 @@ TEST_CASE("removal steps: it says so where the own node alone knows, and others 
     CHECK(bed.steps.unsure(0) == "nodes that restart together with the master");
 }
 
+TEST_CASE("removal steps: nodes that do not serve the tenant need not know") {
+    Bed bed(3);
+    for (std::vector<NodeItems> asked = bed.steps.witnesses(); !asked.empty();
+         asked = bed.steps.witnesses()) {
+        for (const NodeItems& node : asked)
+            bed.steps.witnessed(node, Error{Code::kAuth, "this node has no such tenant"});
+    }
+    bed.steps.ended(std::vector<Version>{7});
+    CHECK(bed.steps.unsure(0).empty());
+}
+
 TEST_CASE("removal steps: a pool of one node needs no other to know") {
     Bed bed(1);
     CHECK(bed.steps.witnesses().empty());

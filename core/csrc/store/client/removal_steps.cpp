@@ -203,9 +203,9 @@ void RemovalSteps::witnessed(const NodeItems& node, const Result<std::vector<uin
         if (flags) {
             removed_[i] |= (*flags)[k];
             ++witnessed_[i];
-        } else {
+        } else if (flags.error().code == Code::kUnavailable || flags.error().code == Code::kTimeout) {
             witness_silent_[i] = 1;
-        }
+        }  // else it does not serve this tenant: it will never have a copy
     }
 }
 
