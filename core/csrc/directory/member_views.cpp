@@ -32,7 +32,10 @@ void MemberViews::hear(uint32_t range, const std::shared_ptr<const Members>& lis
     if (heard.list != nullptr && list->reading < heard.list->reading) return;
     heard.list = list;
     heard.ids.clear();
-    for (const Member& member : list->rows) heard.ids.emplace(member.identity.incarnation, member.id);
+    for (const Member& member : list->rows) {
+        heard.ids.emplace(member.identity.incarnation, member.id);
+        heard.listed.insert(member.identity.incarnation);
+    }
     number_lives();
     changed_ = true;
 }
@@ -50,6 +53,8 @@ void MemberViews::number_lives() {
         lives_.erase(entry.second);
         return true;
     });
+    for (Heard& heard : heard_)
+        std::erase_if(heard.listed, [&](const Incarnation& life) { return !listed.contains(life); });
     for (const Incarnation& life : listed) {
         if (numbers_.contains(life)) continue;
         while (next_ == kNoNode || lives_.contains(next_)) ++next_;
@@ -82,14 +87,12 @@ std::shared_ptr<const Members> MemberViews::of(uint32_t range) {
     auto view = std::make_shared<Members>(*list);
     for (Member& member : view->rows) member.id = numbers_.at(member.identity.incarnation);
     std::ranges::sort(view->rows, {}, &Member::id);
-    if (view->before == nullptr) view->before = others(*view);
+    if (view->before == nullptr) view->before = others(heard_[range].listed);
     return view;
 }
 
-// The nodes that other ranges list, and that list does not.
-std::shared_ptr<const Members> MemberViews::others(const Members& list) const {
-    std::set<Incarnation> seen;
-    for (const Member& member : list.rows) seen.insert(member.identity.incarnation);
+// The nodes that some range lists, and this one never has: those that it no longer lists have left.
+std::shared_ptr<const Members> MemberViews::others(std::set<Incarnation> seen) const {
     auto others = std::make_shared<Members>();
     for (const Heard& heard : heard_) {
         if (heard.list == nullptr) continue;

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "directory/types.hpp"
@@ -41,11 +42,12 @@ class MemberViews {
     struct Heard {
         std::shared_ptr<const Members> list;
         std::map<Incarnation, NodeId> ids{};  // as this list numbers the lives
+        std::set<Incarnation> listed{};       // now or before, of those that any range lists
         bool in_touch = false;
     };
 
     void rebuild();
-    std::shared_ptr<const Members> others(const Members& list) const;
+    std::shared_ptr<const Members> others(std::set<Incarnation> seen) const;
     void number_lives();
 
     std::vector<Heard> heard_;

@@ -224,4 +224,7 @@ TEST_CASE("member views: of a range whose former master was never heard, the oth
     REQUIRE(of_second->before->rows.size() == 1);
     CHECK(of_second->before->rows[0].identity.incarnation == life(2));
     CHECK(of_second->before->rows[0].id == kNoNode);
+    views.hear(1, list_of(2, {{5, 1, kAlive}, {6, 2, kAlive}}), true);
+    views.hear(1, list_of(3, {{5, 1, kAlive}}), true);
+    CHECK(views.of(1)->before->rows.empty());  // it has left
 }
