@@ -1,4 +1,4 @@
-"""TLS of data connections: objects between hosts, what a sniffer sees, who is refused and in which words."""
+"""TLS of data connections: objects between hosts, what a sniffer sees, which callers are refused and how."""
 
 from __future__ import annotations
 

@@ -490,7 +490,7 @@ async def test_whom_clients_must_be_signed_by_can_change(files: Files, tmp_path:
 
 @with_deadline
 async def test_our_commands_ask_a_proxy_of_this_host(files: Files) -> None:
-    """They trust the certificate that it shows, whatever its name and whoever signed it."""
+    """They trust the certificate that it shows, whatever its name and its authority."""
     for name in ("master-elsewhere", "test-cert"):
         files.show(name)
         async with bed(**given(files)) as b:

@@ -1,4 +1,4 @@
-"""Engines at https://: who is trusted, what is shown to them, and files that change."""
+"""Engines at https://: which are trusted, what is shown to them, and files that change."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_both_sides_of_the_proxy(files: Files, tmp_path: Path) -> None:
             assert (await b.ask("POST", PATH, BODY)).status == 200
 
 
-# Who is not trusted.
+# Engines that are not trusted.
 
 
 @pytest.mark.parametrize(

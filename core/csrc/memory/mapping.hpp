@@ -61,7 +61,7 @@ class Arena {
     // Reserves the pages of [committed(), committed() + bytes).
     Status commit(uint64_t bytes);
 
-    // Gives the pages of a range back to the system. Whoever touches them before commit_range() gets pages of
+    // Gives the pages of a range back to the system. A process that touches them before commit_range() gets
     // zeros, which are not accounted for.
     Status give_back(uint64_t offset, uint64_t bytes);
     // Reserves pages anew; committed() stays.

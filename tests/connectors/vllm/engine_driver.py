@@ -333,7 +333,7 @@ class Driver:
         return self.scheduler.ec_connector._sched.membership.pool() is not None
 
     def reset_caches(self) -> None:
-        """As an operator does who has replaced weights."""
+        """As an operator does that has replaced weights."""
         assert self.llm.reset_prefix_cache()
         self.engine.engine_core.reset_encoder_cache()
 
