@@ -30,36 +30,50 @@ def control_server(config: Config) -> _native.TlsServer | None:
     Raises ConfigError for settings that are not enough, InvalidArgument for files that cannot serve,
     Unavailable without OpenSSL.
     """
-    cluster = config.cluster
-    if cluster.tls_control == "off":
-        return None
-    from moonpool import _native
-    from moonpool.core.service.http_tls import wrong
-
-    check_own_certificate(config, "tls_control", "the master")
-    if cluster.tls_control == "mutual" and not cluster.tls_ca:
-        raise wrong(
-            'cluster.tls_control is "mutual" and cluster.tls_ca is empty; name the authorities that vouch '
-            "for nodes and clients",
-            "cluster.tls_ca",
-        )
-    ca = cluster.tls_ca if cluster.tls_control == "mutual" else ""
-    return _native.TlsServer(cluster.tls_cert, cluster.tls_key, ca)
+    return tls_server(config, "tls_control", "the master", "nodes and clients")
 
 
 def control_client(config: Config) -> _native.TlsClient | None:
     """How this process connects to a master, and which certificates it accepts. None: without TLS. Raises as
     control_server.
     """
-    cluster = config.cluster
-    if cluster.tls_control == "off":
+    name = config.cluster.tls_name
+    return tls_client(config, "tls_control", "a process that connects to a master", name)
+
+
+def tls_server(config: Config, setting: str, process: str, callers: str) -> _native.TlsServer | None:
+    """By tls_control or tls_data. process, callers: for sentences. Raises as control_server."""
+    cluster, mode = config.cluster, getattr(config.cluster, setting)
+    if mode == "off":
+        return None
+    from moonpool import _native
+    from moonpool.core.service.http_tls import wrong
+
+    _check_own_certificate(config, setting, process)
+    if mode == "mutual" and not cluster.tls_ca:
+        raise wrong(
+            f'cluster.{setting} is "mutual" and cluster.tls_ca is empty; name the authorities that vouch for '
+            f"{callers}",
+            "cluster.tls_ca",
+        )
+    ca = cluster.tls_ca if mode == "mutual" else ""
+    return _native.TlsServer(cluster.tls_cert, cluster.tls_key, ca, data=setting == "tls_data")
+
+
+def tls_client(config: Config, setting: str, process: str, name: str) -> _native.TlsClient | None:
+    """By tls_control or tls_data. process: for sentences. name: that the other side's certificate must have.
+    Raises as control_server.
+    """
+    cluster, mode = config.cluster, getattr(config.cluster, setting)
+    if mode == "off":
         return None
     from moonpool import _native
 
-    if cluster.tls_control != "mutual":
-        return _native.TlsClient(cluster.tls_ca, cluster.tls_name)
-    check_own_certificate(config, "tls_control", "a process that connects to a master")
-    return _native.TlsClient(cluster.tls_ca, cluster.tls_name, cluster.tls_cert, cluster.tls_key)
+    own = ("", "")
+    if mode == "mutual":
+        _check_own_certificate(config, setting, process)
+        own = (cluster.tls_cert, cluster.tls_key)
+    return _native.TlsClient(cluster.tls_ca, name, *own, data=setting == "tls_data")
 
 
 def control_client_of(socket: str | Path) -> _native.TlsClient | None:
@@ -85,7 +99,11 @@ def _told_by(socket: str | Path) -> dict[str, str]:
     beside = socket_tls(Path(os.path.realpath(socket)))
     if not os.path.exists(beside):  # or this user may not read it
         return {}
-    told: dict[str, str] = json.loads(beside.read_bytes())
+    return _read(beside.read_bytes())
+
+
+def _read(settings: bytes) -> dict[str, str]:
+    told: dict[str, str] = json.loads(settings)
     return {name: told[name] for name in _KEYS if name in told}  # a node of the release before names fewer
 
 
@@ -95,14 +113,11 @@ def _variable(name: str) -> str:
 
 def control_client_from(settings: bytes) -> _native.TlsClient | None:
     """By what control_settings() made. None: without TLS."""
-    return control_client(_settings_from(settings)) if settings else None
-
-
-def _settings_from(settings: bytes) -> Config:
+    if not settings:
+        return None
     from moonpool.core.config.config import load
 
-    given = json.loads(settings)  # a node of the release before names fewer
-    return load(env={}, arguments={f"cluster.{name}": given[name] for name in _KEYS if name in given})
+    return control_client(load(env={_variable(name): value for name, value in _read(settings).items()}))
 
 
 def control_client_for(config: Config, socket: str = "") -> _native.TlsClient | None:
@@ -138,7 +153,7 @@ def control_settings(config: Config) -> bytes:
     return json.dumps(given).encode()
 
 
-def check_own_certificate(config: Config, setting: str, process: str) -> None:
+def _check_own_certificate(config: Config, setting: str, process: str) -> None:
     """Raises ConfigError where that setting needs a certificate of this process, and it has none."""
     from moonpool.core.service.http_tls import check_private_key, wrong
 
