@@ -30,6 +30,7 @@ from tests.disagg_proxy.harness import (
     with_deadline,
 )
 from tests.disagg_proxy.key_updates import Updater
+from tests.disagg_proxy.stream_check import check_event_by_event
 from tests.disagg_proxy.tls_files import Files
 
 BODY = b'{"prompt":"x"}'
@@ -106,24 +107,7 @@ async def test_a_client_that_speaks_only_http2_is_told(files: Files) -> None:
 @with_deadline
 async def test_a_stream_arrives_event_by_event(files: Files) -> None:
     async with bed(**given(files)) as b:
-        step = asyncio.Event()
-
-        async def stream(exchange: Exchange) -> None:
-            await exchange.begin_stream()
-            for number in range(3):
-                await exchange.event(str(number))
-                await step.wait()
-                step.clear()
-            await exchange.end_stream()
-
-        b.engines[0].behave = stream
-        client = await b.client()
-        await client.request("POST", PATH, b'{"prompt":"x","stream":true}')
-        assert (await client.head()).status == 200
-        for number in range(3):  # each is there before the next is made
-            assert await client.chunk() == b"data: %d\n\n" % number
-            step.set()
-        assert await client.chunk() == b""
+        await check_event_by_event(b, PATH)
 
 
 @with_deadline

@@ -20,6 +20,7 @@ from moonpool.disagg_proxy.tls import EngineTls
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.source import TextPrompt
 from tests.disagg_proxy.harness import NEVER_S, Bed, Exchange, bed, filler, until, with_deadline
+from tests.disagg_proxy.stream_check import check_event_by_event
 from tests.disagg_proxy.tls_files import Files
 
 BODY = b'{"prompt":"x"}'
@@ -70,24 +71,7 @@ async def test_versions(files: Files, newest: str) -> None:
 @with_deadline
 async def test_streams_and_large_bodies(files: Files) -> None:
     async with bed(**given(files)) as b:
-        step = asyncio.Event()
-
-        async def stream(exchange: Exchange) -> None:
-            await exchange.begin_stream()
-            for number in range(3):
-                await exchange.event(str(number))
-                await step.wait()
-                step.clear()
-            await exchange.end_stream()
-
-        b.engines[0].behave = stream
-        client = await b.client()
-        await client.request("POST", PATH, b'{"prompt":"x","stream":true}')
-        assert (await client.head()).status == 200
-        for number in range(3):
-            assert await client.chunk() == b"data: %d\n\n" % number
-            step.set()
-        assert await client.chunk() == b""
+        client = await check_event_by_event(b, PATH)
 
         async def echo(exchange: Exchange) -> None:
             await exchange.answer(exchange.body)
