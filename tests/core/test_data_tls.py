@@ -16,7 +16,7 @@ import pytest
 from moonpool import Store, _native
 from moonpool.core.config.native_settings import master_settings, node_settings
 from moonpool.core.config.paths import socket_tls
-from moonpool.core.errors import AuthError, ConfigError, Error, ProtocolError
+from moonpool.core.errors import AuthError, ConfigError, Error, ProtocolError, Unavailable
 from moonpool.core.service.control_tls import control_settings
 from moonpool.core.service.data_tls import PoolTls, data_server, pool_tls, pool_tls_for, pool_tls_of
 
@@ -26,6 +26,7 @@ from .tls_bed import MAGIC, Sniffer, made, pem
 __all__ = ["pem"]
 
 ARENA = 256 * MIB
+PATIENCE_S = 20.0
 
 
 @pytest.fixture
@@ -71,7 +72,15 @@ def node(runtime_dir: Path) -> Iterator[Callable[..., Node]]:
 
 
 def store_at(address: str, cluster: dict[str, str], **options: Any) -> Store:
-    return Store(f"tcp://{address}", token=TOKEN, tls=pool_tls(made(cluster)), **options)
+    """Also on a machine that stands still before the first word, for which a node waits 250 ms."""
+    while True:
+        try:
+            return Store(
+                f"tcp://{address}", token=TOKEN, tls=pool_tls(made(cluster)), timeout_s=PATIENCE_S, **options
+            )
+        except Unavailable as error:
+            if "gave up before it heard from here" not in str(error):
+                raise
 
 
 @pytest.mark.parametrize("mode", ["off", "on", "mutual"])
@@ -136,9 +145,9 @@ def test_nodes_of_one_pool_and_clients_of_one_read_at_the_other(
         until(lambda: a.server.membership()[0] and b.server.membership()[0])
         (runtime_dir / "node-a.sock.tls").write_bytes(control_settings(made(data)))
         content = os.urandom(5 * MIB)
-        with Store(str(runtime_dir / "node-b.sock"), token=TOKEN) as at_b:
+        with Store(str(runtime_dir / "node-b.sock"), token=TOKEN, timeout_s=PATIENCE_S) as at_b:
             assert at_b.put("key", content)
-        with Store(str(runtime_dir / "node-a.sock"), token=TOKEN) as at_a:
+        with Store(str(runtime_dir / "node-a.sock"), token=TOKEN, timeout_s=PATIENCE_S) as at_a:
             assert bytes(until(lambda: at_a.get("key"))) == content
             assert at_a.put("copied", content, replicas=2).replicas == 2
             assert at_a.remove("key") is True
