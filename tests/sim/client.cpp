@@ -547,7 +547,7 @@ void SimClient::remove(const CallRef& call) {
     auto removal = std::make_shared<RemovalRef>();
     *removal = begin_removal(call, true, [this, call, removal] {
         end_removal(*removal, [this, call, removal] {
-            Operation::Outcome outcome = outcome_of(*(*removal)->steps);
+            Operation::Outcome outcome = outcome_of(*call, *(*removal)->steps);
             RemovalRef(std::move(*removal)).reset();
             finish(call, outcome);
         });
@@ -658,7 +658,8 @@ void SimClient::put(const CallRef& call) {
 }
 
 // Without the master's word nothing is promised.
-Operation::Outcome SimClient::outcome_of(const RemovalSteps& removal) {
+Operation::Outcome SimClient::outcome_of(Call& call, const RemovalSteps& removal) {
+    call.operation.alone = removal.know(0) < 2 && !planted_.one_told;
     if (removal.unsure(0).empty()) return Operation::kDone;
     return removal.acknowledged() ? Operation::kPartly : Operation::kUnknown;
 }
@@ -726,7 +727,7 @@ void SimClient::end_order(const std::shared_ptr<Put>& put) {
     end_removal(put->removal, [this, put] {
         const RemovalSteps& removal = *put->removal->steps;
         Operation::Outcome outcome = put->outcome;
-        if (outcome == Operation::kDone) outcome = outcome_of(removal);
+        if (outcome == Operation::kDone) outcome = outcome_of(*put->call, removal);
         Version later = removal.later()[0];
         if (later != kNoVersion && outcome != Operation::kUnknown) {
             return remove_at({host()}, put->call->name, {later},

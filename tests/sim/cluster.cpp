@@ -55,6 +55,7 @@ class Cluster {
         world_.run_until(conditions_.limits.grace_ms * kMs +
                          kSecond);  // everything joins, the master is complete
         Micros begin = world_.now();
+        watch();
         for (const Action& action : plan) {
             world_.at(begin + action.at, nullptr, [this, action] { carry_out(action); });
         }
@@ -68,6 +69,7 @@ class Cluster {
         for (auto& client : clients_) {
             if (!client->findings().empty()) report.finding = client->findings().front();
         }
+        forget();
         if (auto finding = check(history_, healed)) report.finding = finding;
         report.history = std::move(history_);
         report.begin = begin;
@@ -82,6 +84,9 @@ class Cluster {
     struct Masters {
         std::unique_ptr<SimMaster> first, standby{};
         bool first_is_dead = false, has_taken_over = false;
+        Micros restarted_at = 0;
+        Micros lost_at = 0;   // the first one, when the standby takes over
+        Micros whole_at = 0;  // since then all nodes that run have joined the owner in its present life
 
         // Also by a hand-over.
         bool is_second() const { return has_taken_over || (standby != nullptr && standby->was_given()); }
@@ -116,18 +121,38 @@ class Cluster {
 
     // Whether the key's master could not have told the node of that host of a removal a moment ago.
     bool is_away(uint32_t host, uint32_t key) const {
-        const SimMaster& owner = masters_[clients_[host]->range_of_key(key)].owner();
+        const Masters& masters = masters_[clients_[host]->range_of_key(key)];
+        const SimMaster& owner = masters.owner();
         const Master* master = owner.master();
-        uint32_t master_host = owner.host();
-        // A new master hears of what a node put while it was cut off after the node has joined.
-        const bool is_new = owner.since() != 0 && world_.now() - owner.since() < conditions_.apart;
-        if (master == nullptr || is_new || nodes_[host]->stopped() ||
-            network_.was_cut(host, master_host, conditions_.apart) ||
-            network_.was_cut(master_host, host, conditions_.apart))
+        // A new master hears of what a node put while it was cut off after the node has joined, and of what
+        // was removed after the nodes that know of it have.
+        const bool is_new = owner.since() != 0 && (masters.whole_at < owner.since() ||
+                                                   world_.now() - masters.whole_at < conditions_.apart);
+        const bool was_lost = masters.has_taken_over && world_.now() - masters.lost_at < conditions_.apart;
+        if (master == nullptr || is_new || nodes_[host]->was_stopped(conditions_.apart) ||
+            was_cut(host, owner) || (was_lost && was_cut(host, *masters.first)))
             return true;
         Members members = master->membership().current(0);
         const Member* member = members.find(nodes_[host]->identity().incarnation);
         return member == nullptr || member->state != MemberState::kAlive;
+    }
+
+    bool was_cut(uint32_t host, const SimMaster& master) const {
+        return network_.was_cut(host, master.host(), conditions_.apart) ||
+               network_.was_cut(master.host(), host, conditions_.apart);
+    }
+
+    void watch() {
+        for (Masters& of : masters_) {
+            const SimMaster& owner = of.owner();
+            if (owner.since() == 0 || of.whole_at >= owner.since() || owner.master() == nullptr) continue;
+            Members members = owner.master()->membership().current(0);
+            bool is_whole = std::ranges::all_of(nodes_, [&](const auto& node) {
+                return !node->running() || members.find(node->identity().incarnation) != nullptr;
+            });
+            if (is_whole) of.whole_at = world_.now();
+        }
+        world_.at(world_.now() + 50 * kMs, nullptr, [this] { watch(); });
     }
 
     // Whether its master lists the node of that host, and cannot hear of what it holds: clients which know
@@ -159,6 +184,7 @@ class Cluster {
             case Action::kRestartClient:
                 return restart(*clients_[action.host % hosts], action.lasts, false);
             case Action::kRestartMaster:
+                masters.restarted_at = world_.now();
                 return restart(*masters.first, action.lasts, action.flag);
             case Action::kStop:
                 node.stop();
@@ -182,6 +208,7 @@ class Cluster {
                 // Else its operator starts it again: what it knows is nowhere.
                 if (!can_take_over(masters)) return;
                 masters.first_is_dead = masters.has_taken_over = true;
+                masters.lost_at = world_.now();
                 network_.ended(*masters.first, action.flag);
                 masters.first->end();
                 return world_.at(end, nullptr, [&masters] { masters.standby->take_over(); });
@@ -189,6 +216,7 @@ class Cluster {
                 if (!can_take_over(masters)) return;
                 masters.first->stop();
                 masters.has_taken_over = true;
+                masters.lost_at = world_.now();
                 world_.at(world_.now() + action.lasts / 2, nullptr,
                           [&masters] { masters.standby->take_over(); });
                 return world_.at(end, nullptr, [&masters] { masters.first->go_on(); });
@@ -212,6 +240,14 @@ class Cluster {
         for (Process* process : processes()) {
             process->go_on();
             process->start();
+        }
+    }
+
+    // What one node alone knows of ends where that node and the master are restarted.
+    void forget() {
+        for (Operation& o : history_) {
+            if (!is_write(o.kind) || !o.alone) continue;
+            o.forgotten = masters_[clients_[o.client]->range_of_key(o.key)].restarted_at > o.begin;
         }
     }
 

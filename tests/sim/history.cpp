@@ -19,7 +19,7 @@ struct Value {
     Micros in_force = UINT64_MAX;  // from the end of its acknowledged write on it is the last one
 
     void add(const Operation& o) {
-        if (o.outcome == Operation::kDone || o.outcome == Operation::kPartly)
+        if (!o.forgotten && (o.outcome == Operation::kDone || o.outcome == Operation::kPartly))
             first_end = std::min(first_end, o.end);
         last_begin = std::max(last_begin, o.begin);
     }
@@ -28,7 +28,7 @@ struct Value {
 };
 
 bool acknowledged(const Operation& write) {
-    return write.outcome == Operation::kDone || write.outcome == Operation::kPartly;
+    return !write.forgotten && (write.outcome == Operation::kDone || write.outcome == Operation::kPartly);
 }
 
 std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation*>& operations,

@@ -34,6 +34,8 @@ struct Operation {
     uint64_t value = 0;  // written or read; 0: a miss
     Micros begin = 0, end = 0;
     std::optional<uint32_t> from{};  // of a read: the host whose node had the value
+    bool alone = false;      // of a write: one node at most knows of it, as no other that is in touch answers
+    bool forgotten = false;  // the same, and the master was restarted since
     bool away = false;  // the node of its host, or the one that was read, was out of touch with the master
 };
 

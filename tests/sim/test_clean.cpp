@@ -275,6 +275,18 @@ TEST_CASE("sim: a removal is told to nodes that have yet to tell what they hold"
     if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
 }
 
+// 802083: a node that had stood still told of a copy that a removal had voided; as a later removal was open,
+// clients were sent there.
+TEST_CASE("sim: a copy that was removed is not read because it is being removed again") {
+    Conditions c = puts_and_removals();
+    c.stops = 4;
+    c.gets = 2;
+    c.pins = 0;
+    c.lasts = 5 * kSecond;
+    Search found = search(802083, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
 TEST_CASE("sim: a seed is one history") {
     Conditions c;
     c.restarts = c.stops = c.cuts = c.master_restarts = 1;

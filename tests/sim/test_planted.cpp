@@ -107,9 +107,10 @@ Conditions with_two_ranges() {
     return c;
 }
 
+// first: of a mistake that few histories show.
 void expect_found(const Planted& planted, const Conditions& conditions = with_drops(),
-                  uint64_t seeds = kSeeds) {
-    Search found = search(1, seeds, conditions, planted);
+                  uint64_t seeds = kSeeds, uint64_t first = 1) {
+    Search found = search(first, seeds, conditions, planted);
     REQUIRE(found.seed);
     MESSAGE(explain(*found.seed, found.plan, found.report));
 }
@@ -155,11 +156,11 @@ TEST_CASE("sim, planted: a former owner that goes on when its standby has taken 
 }
 
 TEST_CASE("sim, planted: a node that puts what is older than a replacement it was told of") {
-    expect_found({.older_taken = true}, with_late_replacements(), 60);
+    expect_found({.older_taken = true}, with_late_replacements(), kSeeds, 220);
 }
 
 TEST_CASE("sim, planted: a client that tells no second node") {
-    expect_found({.one_told = true}, with_masters_and_nodes_that_restart(), 60);
+    expect_found({.one_told = true}, with_masters_and_nodes_that_restart(), kSeeds, 380);
 }
 
 TEST_CASE("sim, planted: a disk that says what it is right up to before it is") {
@@ -167,9 +168,7 @@ TEST_CASE("sim, planted: a disk that says what it is right up to before it is") 
 }
 
 TEST_CASE("sim, planted: each attempt of a put comes after the removals known by then") {
-    Search found = search(460, kSeeds, with_second_attempts(), {.put_anew = true});
-    REQUIRE(found.seed);
-    MESSAGE(explain(*found.seed, found.plan, found.report));
+    expect_found({.put_anew = true}, with_second_attempts(), kSeeds, 460);
 }
 
 TEST_CASE("sim, planted: a key that two ranges take") {

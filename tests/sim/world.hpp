@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -73,6 +74,10 @@ class Process {
     uint64_t life() const { return life_; }
     bool running() const { return running_; }
     bool stopped() const { return stopped_; }
+    // Or it was a while ago: what waited for it has just been carried out.
+    bool was_stopped(Micros within) const {
+        return stopped_ || (went_on_at_ && *went_on_at_ + within > world_.now());
+    }
 
     // Its clock, which runs a little faster or slower than the world's, and may jump.
     uint64_t now_ms() const {
@@ -102,7 +107,7 @@ class Process {
     }
     void stop() { stopped_ = running_; }
     void go_on() {
-        stopped_ = false;
+        if (std::exchange(stopped_, false)) went_on_at_ = world_.now();
         for (auto& f : std::exchange(waiting_, {})) {
             if (running_) f();
         }
@@ -121,6 +126,7 @@ class Process {
     uint32_t host_;
     uint64_t life_ = 0;
     bool running_ = false, stopped_ = false;
+    std::optional<Micros> went_on_at_{};
     double rate_ = 1;
     uint64_t offset_ms_ = 0, unix_offset_ms_ = 0;
     std::vector<std::function<void()>> waiting_;  // while it stands still

@@ -179,12 +179,12 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
             continue;
         }
         if (compare) {
-            Removal removal = log_.find(row->hash);
+            const Removal removal = last_ended(row->hash);
             // Not by seat.applied: the row may have been pushed before that.
             auto told = seat.told.find(row->hash);
             bool known = told != seat.told.end() && told->second >= removal.place;
             if (removal.place > applied && !known && !is_placing(id, row->hash, removal.version) &&
-                !spares(seat, removal) && !is_open(removal)) {
+                !spares(seat, removal)) {
                 directory_.remove(row->hash, id);
                 ++counters_.rows_void_total;
                 drop(seat, row->hash, removal.version);
@@ -228,11 +228,18 @@ bool Master::knows(const Seat& seat, const Hash128& hash, Version place) const {
     return told != seat.told.end() && told->second >= place;
 }
 
-// The end of it voids the row, unless the client has told the node by then: told by the master before, the
-// node would say to the client that it had no copy.
 bool Master::is_open(const Removal& removal) const {
     auto open = open_.upper_bound(removal.place);
     return open != open_.begin() && removal.place <= std::prev(open)->second.last;
+}
+
+// What a node's row is compared with. The end of a removal that is open voids the row, unless the client has
+// told the node by then: told by the master before, the node would say to the client that it had no copy.
+Removal Master::last_ended(const Hash128& hash) const {
+    const Removal removal = log_.find(hash);
+    if (!is_open(removal)) return removal;
+    auto before = before_open_.find(hash);
+    return before == before_open_.end() ? Removal{} : before->second;
 }
 
 // What a node put since that was here, without a copy, when the removal was ordered.
@@ -366,6 +373,8 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
                 place_at(hash, Placed{placing, first + i, now_ms});
             continue;
         }
+        if (const Removal before = last_ended(hash); before.version != kNoVersion)
+            before_open_.insert_or_assign(hash, before);
         add_removal(hash, first + i, first + i, taken != nullptr);
         ++counters_.forgets_total;
         find_holders(hash, true);
@@ -458,6 +467,12 @@ void Master::end_order(const Ordered& done, uint64_t now_ms) {
             });
             if (placed->second.empty()) placed_.erase(placed);
         }
+        if (const Removal last = log_.find(hash); last.version <= version) {
+            before_open_.erase(hash);
+        } else if (auto before = before_open_.find(hash);
+                   is_open(last) && (before == before_open_.end() || before->second.version < version)) {
+            before_open_.insert_or_assign(hash, Removal{version, version});
+        }
         void_copies(hash);
     }
     auto open = open_.find(done.first);
@@ -531,7 +546,10 @@ void Master::tick(uint64_t now_ms) {
             late.push_back(hash);
             return false;
         });
-        for (const Hash128& hash : late) void_copies(hash);
+        for (const Hash128& hash : late) {
+            before_open_.erase(hash);
+            void_copies(hash);
+        }
     }
     for (auto placed = placed_.begin(); placed != placed_.end();) {
         auto is_old = [&](const Placed& p) { return now_ms - p.at_ms >= limits_.placed_ms; };

@@ -204,6 +204,7 @@ class Master {
     bool is_placing(NodeId id, const Hash128& hash, Version version) const;
     bool spares(const Seat& seat, const Removal& removal) const;
     bool is_open(const Removal& removal) const;
+    Removal last_ended(const Hash128& hash) const;
     Taken taken(uint64_t now_ms, const Hash128& hash);
     void drop(Seat& seat, const Hash128& hash, Version version);
     void apply(Seat& seat, std::optional<Version> applied);
@@ -233,6 +234,7 @@ class Master {
     Version former_most_ = kNoVersion;  // up to which any node was right when it came from a former master
     RemovalLog log_;
     std::map<Version, Open> open_;                                   // by the first version of each
+    std::unordered_map<Hash128, Removal, Fold> before_open_;         // of a key: the last that has ended
     std::unordered_map<Hash128, std::vector<Placed>, Fold> placed_;  // of a moment ago
     std::map<Incarnation, NodeId> numbers_;
     Mirror mirror_;

@@ -101,7 +101,10 @@ bool Master::follow(uint64_t now_ms, Reader frame) {
         closed.push_back(hash);
         return false;
     });
-    for (const Hash128& hash : closed) void_copies(hash);
+    for (const Hash128& hash : closed) {
+        before_open_.erase(hash);
+        void_copies(hash);
+    }
     closed_of_owner_ = head.closed;
     return true;
 }

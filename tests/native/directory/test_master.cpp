@@ -524,6 +524,31 @@ TEST_CASE("master: a copy that is told of after the removal is dropped, but by n
     CHECK(locate(master, {1})[0].size() == 2);
 }
 
+TEST_CASE("master: a copy that a removal voided is void while a later one is open") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.inventory(0);
+    b.inventory(0);
+    a.hold({1});  // as put before the first removal, and told of after it
+    OrderedKeys first = order(master, 10, {1}), second{};
+    SUBCASE("that began after the end of the first") {
+        end_order(master, 11, {1}, first.first, {{b.id}});
+        second = order(master, 12, {1});
+    }
+    SUBCASE("that began before the end of the first") {
+        second = order(master, 11, {1});
+        end_order(master, 12, {1}, first.first, {{b.id}});
+    }
+    REQUIRE(master.delta(13, a.id, a.link, 0, a.applied, rows_of({1})));
+    CHECK(locate(master, {1})[0].empty());
+    a.beat(14);
+    CHECK(a.keys().empty());
+    end_order(master, 15, {1}, second.first, {{b.id}});
+    CHECK(locate(master, {1})[0].empty());
+}
+
 TEST_CASE("master: a copy that was put by a client that knew of the removal stays") {
     Master master({}, 0, kFirst);
     Node a{master, "a"};

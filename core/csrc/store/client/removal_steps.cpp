@@ -167,7 +167,9 @@ std::vector<NodeItems>& RemovalSteps::witnesses() {
     return witnesses_;
 }
 
-size_t RemovalSteps::know(size_t item) const { return done_.told[item].size() + witnessed_[item]; }
+size_t RemovalSteps::know(size_t item) const {
+    return witnessed_[item] + (has_master_ ? done_.told[item].size() : 0);
+}
 
 void RemovalSteps::told(uint64_t now_ms, const NodeItems& node, const Result<std::vector<uint8_t>>& flags) {
     if (!flags) {

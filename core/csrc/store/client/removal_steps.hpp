@@ -94,6 +94,8 @@ class RemovalSteps {
     bool acknowledged() const { return acknowledged_; }
     // Of each key: whether a node had it.
     const std::vector<uint8_t>& removed() const { return removed_; }
+    // How many nodes know of its removal.
+    size_t know(size_t item) const;
     // Which nodes may still have which key, in words; empty: none.
     const std::string& unsure(size_t item) const { return unsure_[item]; }
 
@@ -101,7 +103,6 @@ class RemovalSteps {
     NodeItems* planned(const Member& member);
     void plan(uint64_t now_ms, std::shared_ptr<const Members> known);
     void everywhere(const Members& known);
-    size_t know(size_t item) const;  // how many nodes know of its removal
     void doubt(size_t item, std::string_view nodes);
 
     std::vector<Hash128> keys_;
