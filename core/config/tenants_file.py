@@ -9,6 +9,7 @@
     dram_max = "16GiB"
     ssd_max = "200GiB"
     pins_max = "2GiB"
+    bytes_per_s = "500MiB"
 
     reader   looks up and reads
     writer   also puts, replaces and removes by name
@@ -35,7 +36,8 @@ TenantRole = Literal["reader", "writer", "admin"]
 ROLES: tuple[TenantRole, ...] = get_args(TenantRole)
 KEY_BYTES_MIN = 16  # one that is shorter can be guessed from one recorded handshake
 SETTING = "cluster.tenants_file"
-LIMITS = ("dram_min", "dram_max", "ssd_max", "pins_max")  # columns: sizes, as "4GiB" or a number of bytes
+# Columns: sizes, as "4GiB" or a number of bytes.
+LIMITS = ("dram_min", "dram_max", "ssd_max", "pins_max", "bytes_per_s")
 DRAM_MAX_MIN = 2 << 20  # one piece of memory that moves, at a large node
 
 Key = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+\Z", max_length=1024)]
@@ -48,12 +50,14 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant may have at each node, in bytes; None: no such limit.
 
     dram_min: memory that is the tenant's own. dram_max: the most memory. ssd_max: the most of all
-    directories. pins_max: of objects that its clients have pinned at one time."""
+    directories. pins_max: of objects that its clients have pinned at one time. bytes_per_s: of objects that
+    the node reads and puts for them in a second."""
 
     dram_min: Bytes | None = None
     dram_max: Bytes | None = None
     ssd_max: Bytes | None = None
     pins_max: Bytes | None = None
+    bytes_per_s: Bytes | None = None
 
     def given(self) -> dict[str, int]:
         """Those that there are, by the name of the column."""
@@ -157,13 +161,14 @@ def limits_of(rows: Iterable[TenantRow]) -> dict[str, TenantLimits]:
     return {name: TenantLimits(**given) for name, given in merged.items()}
 
 
-NativeLimits = tuple[str, int | None, int | None, int | None, int | None]
+NativeLimits = tuple[str, int | None, int | None, int | None, int | None, int | None]
 
 
 def native_limits(rows: Iterable[TenantRow]) -> list[NativeLimits]:
-    """As the nodes of the C++ core take them: (tenant, dram_min, dram_max, ssd_max, pins_max)."""
+    """As the nodes of the C++ core take them: (tenant, dram_min, dram_max, ssd_max, pins_max,
+    bytes_per_s)."""
     return [
-        (name, each.dram_min, each.dram_max, each.ssd_max, each.pins_max)
+        (name, each.dram_min, each.dram_max, each.ssd_max, each.pins_max, each.bytes_per_s)
         for name, each in limits_of(rows).items()
     ]
 

@@ -51,6 +51,8 @@ DESCRIPTIONS: dict[str, str] = {
     "tenant_dram_max_bytes": "The most memory of the tenant: dram_max, or what the node's settings give it.",
     "tenant_pinned_bytes": "Bytes of the tenant's objects that pins keep.",
     "tenant_pins_max_bytes": "The most of them: pins_max.",
+    "tenant_bytes_per_s_max": "The most bytes a second that the node reads and puts for it: bytes_per_s.",
+    "tenant_over_rate_total": "Objects and leases that were refused because the tenant was over that.",
     "tenant_evicted_total": "Objects of the tenant that were evicted from memory.",
     "tenant_evicted_for_others_total": "Of them, those whose memory went to another tenant, or was above "
     "dram_max.",

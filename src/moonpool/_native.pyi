@@ -64,7 +64,7 @@ class Server:
     @staticmethod
     def setting_names() -> list[str]:
         ...
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, settings: dict, *, name: str = 'default', listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], events: bool = False, tls: TlsClient | None = None, size_option: str = '--dram ', memory_root: str = '', salts: collections.abc.Mapping[str, str] = {}, data_tls: TlsServer | None = None, limits: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None]] = []) -> None:
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, settings: dict, *, name: str = 'default', listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], events: bool = False, tls: TlsClient | None = None, size_option: str = '--dram ', memory_root: str = '', salts: collections.abc.Mapping[str, str] = {}, data_tls: TlsServer | None = None, limits: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None]] = []) -> None:
         """
         settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant. limits: as of set_limits().
         """
@@ -112,9 +112,9 @@ class Server:
         """
         Counters (*_total) and gauges by name.
         """
-    def set_limits(self, rows: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None]]) -> None:
+    def set_limits(self, rows: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None]]) -> None:
         """
-        The tenants' limits from now on, in bytes: (tenant, dram_min, dram_max, ssd_max, pins_max). An error leaves those from before in force.
+        The tenants' limits from now on, in bytes: (tenant, dram_min, dram_max, ssd_max, pins_max, bytes_per_s). An error leaves those from before in force.
         """
     def set_tenants(self, rows: collections.abc.Sequence[tuple[str, str, collections.abc.Sequence[str]]]) -> None:
         """

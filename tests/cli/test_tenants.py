@@ -57,12 +57,24 @@ def test_a_row_is_added_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_limits_are_set_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tenants.toml"
-    add(file, "search", "writer", "--dram-min", "1GiB", "--dram-max", "4GiB", "--pins-max", "512MiB")
+    add(
+        file,
+        "search",
+        "writer",
+        "--dram-min",
+        "1GiB",
+        "--dram-max",
+        "4GiB",
+        "--pins-max",
+        "512MiB",
+        "--bytes-per-s",
+        "1GB",
+    )
     add(file, "search", "reader", "--ssd-max", "0")  # of the tenant, whichever of its rows has it
     rows = read_tenants(str(file))
-    given = {"dram_min": 1 << 30, "dram_max": 4 << 30, "pins_max": 512 << 20}
+    given = {"dram_min": 1 << 30, "dram_max": 4 << 30, "pins_max": 512 << 20, "bytes_per_s": 10**9}
     assert [row.given() for row in rows] == [given, {"ssd_max": 0}]
-    assert native_limits(rows) == [("search", 1 << 30, 4 << 30, 0, 512 << 20)]
+    assert native_limits(rows) == [("search", 1 << 30, 4 << 30, 0, 512 << 20, 10**9)]
     capsys.readouterr()
     assert run(["tenants", "list", "--file", str(file)]) == 0
     assert "dram_min 1.0 GiB  dram_max 4.0 GiB  pins_max 512.0 MiB" in capsys.readouterr().out

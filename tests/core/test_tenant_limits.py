@@ -35,7 +35,7 @@ class Node:
         self._others = _open_files("moonpool-arena-")
         socket = str(folder / "node.sock")
         sizes = [("default", 2 * MIB), ("a", 16 * MIB), ("b", 16 * MIB)]
-        rows = [(name, *given) for name, given in limits.items()]
+        rows = [_native_row(name, given) for name, given in limits.items()]
         settings = node_settings(ssd_segment_bytes=4 * MIB, ssd_clean_share=1.0)
         self.server = _native.Server(socket, sizes, TOKEN, settings, limits=rows, **more)  # type: ignore[arg-type]
         self.server.start()
@@ -82,6 +82,11 @@ class Node:
         for store in self.stores.values():
             store.close()
         self.server.stop()
+
+
+def _native_row(name: str, given: tuple[int | None, ...]) -> NativeLimits:
+    first, second, third, fourth, fifth = (*given, *(None,) * (5 - len(given)))
+    return (name, first, second, third, fourth, fifth)
 
 
 def _open_files(name: str) -> set[Path]:
@@ -159,6 +164,27 @@ def test_pins_have_a_maximum(tmp_path: Path) -> None:
         assert a.get(keys[3]) is not None
 
 
+def test_bytes_a_second_have_a_maximum(tmp_path: Path) -> None:
+    with node(tmp_path, {"a": (None, None, None, None, 1)}, listen=["127.0.0.1:0"]) as bed:
+        near = bed.stores["a"]
+        far = Store(f"tcp://{bed.server.addresses[0]}", tenant="a", token=TOKEN, timeout_s=20.0)
+        with far:
+            bed.put("a", 1)  # one object may be larger than what a second brings: the debt is paid in days
+            refused = near.put("k1", b"x" * MIB)
+            assert not refused
+            assert "more than its 1 bytes a second at this node" in refused.reason
+            assert not far.put("k1", b"x" * MIB)
+            assert far.get("k0") is None
+            assert bed.hits("a", 1) == 1  # a process of the node's host reads its memory
+            bed.put("b", 4)
+            assert bed.of("a", "over_rate_total") >= 3
+            assert bed.of("b", "over_rate_total") == 0
+            bed.server.set_limits([_native_row("a", (None, None, None, None, 1 << 40))])
+            assert far.get("k0") is not None
+            assert far.put("k1", b"x" * MIB)
+            assert near.put("k2", b"x" * MIB)
+
+
 def test_a_disk_has_so_much_of_a_tenant_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     disk = [(str(tmp_path / "ssd"), 128 * MIB)]
@@ -174,7 +200,7 @@ def test_a_disk_has_so_much_of_a_tenant_and_no_more(tmp_path: Path) -> None:
         assert 0 < bed.of("a", "ssd_bytes") <= 6 * MIB
         bed.put("a", 20, "other")
         assert bed.of("a", "ssd_bytes") <= 6 * MIB
-        bed.server.set_limits([("a", None, None, 0, None)])
+        bed.server.set_limits([_native_row("a", (None, None, 0))])
         until(lambda: bed.of("a", "ssd_bytes") == 0)
         assert bed.of("b", "ssd_bytes") > 0
 
@@ -259,7 +285,7 @@ def test_limits_that_a_busy_node_did_not_take_are_tried_again(
 
 def test_limits_that_need_a_restart_are_said(tmp_path: Path) -> None:
     with node(tmp_path, {"a": (4 * MIB, None, None, None)}) as bed:
-        bed.server.set_limits([("a", 4 * MIB, 64 * MIB, None, None), ("b", 4 * MIB, None, None, None)])
+        bed.server.set_limits([_native_row("a", (4 * MIB, 64 * MIB)), _native_row("b", (4 * MIB,))])
         said = [text for _, kind, _, text, _ in bed.server.take_notes() if kind == "limits_later"]
         assert len(said) == 2
         assert said[0].startswith("dram_max of tenant a is above the 16.0 MiB")

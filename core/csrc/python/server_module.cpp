@@ -62,8 +62,8 @@ void visit(NodeSettings& settings, Visitor& visitor) {
 
 LimitsByTenant tenant_limits(const std::vector<TenantLimitsRow>& rows) {
     LimitsByTenant limits;
-    for (const auto& [tenant, dram_min, dram_max, ssd_max, pins_max] : rows)
-        limits[tenant] = {dram_min, dram_max, ssd_max, pins_max};
+    for (const auto& [tenant, dram_min, dram_max, ssd_max, pins_max, bytes_per_s] : rows)
+        limits[tenant] = {dram_min, dram_max, ssd_max, pins_max, bytes_per_s};
     return limits;
 }
 
@@ -321,8 +321,8 @@ void bind_server(py::module_& m) {
         .def("set_tenants", &PyServer::set_tenants, py::arg("rows"),
              "The tenants' own keys from now on: (tenant, role, keys). Connections by others end.")
         .def("set_limits", &PyServer::set_limits, py::arg("rows"),
-             "The tenants' limits from now on, in bytes: (tenant, dram_min, dram_max, ssd_max, pins_max). An "
-             "error leaves those from before in force.")
+             "The tenants' limits from now on, in bytes: (tenant, dram_min, dram_max, ssd_max, pins_max, "
+             "bytes_per_s). An error leaves those from before in force.")
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("tell_event_endpoints", &PyServer::tell_event_endpoints, py::arg("events"), py::arg("replay"),

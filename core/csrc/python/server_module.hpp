@@ -17,9 +17,10 @@
 
 namespace moonpool::python {
 
-// (tenant, dram_min, dram_max, ssd_max, pins_max), in bytes; core/config/tenants_file.py has checked it.
+// (tenant, dram_min, dram_max, ssd_max, pins_max, bytes_per_s), in bytes; core/config/tenants_file.py has
+// checked it.
 using TenantLimitsRow = std::tuple<std::string, std::optional<uint64_t>, std::optional<uint64_t>,
-                                   std::optional<uint64_t>, std::optional<uint64_t>>;
+                                   std::optional<uint64_t>, std::optional<uint64_t>, std::optional<uint64_t>>;
 
 class PyServer {
    public:

@@ -85,6 +85,10 @@ def add(
     pins_max: Annotated[
         str | None, typer.Option("--pins-max", help="The most that its clients pin at each node.")
     ] = None,
+    bytes_per_s: Annotated[
+        str | None,
+        typer.Option("--bytes-per-s", help="The most that each node reads and puts for them in a second."),
+    ] = None,
     file: File = None,
     config: ConfigFile = None,
 ) -> None:
@@ -99,7 +103,13 @@ def add(
     key_file = key_file or Path(f"{name}-{role}.key")
     if role not in ROLES:
         raise _wrong(f"--role is {role!r}; it is one of {', '.join(ROLES)}")
-    limits = _limits(dram_min=dram_min, dram_max=dram_max, ssd_max=ssd_max, pins_max=pins_max)
+    limits = _limits(
+        dram_min=dram_min,
+        dram_max=dram_max,
+        ssd_max=ssd_max,
+        pins_max=pins_max,
+        bytes_per_s=bytes_per_s,
+    )
     with _alone_in(tenants.parent):
         _add(tenants, name, role, key_file, limits, no_salt=no_salt)
     print(f"added the {role} of {name} to {tenants}; its clients need {key_file} (cluster.tenant_key_file)")

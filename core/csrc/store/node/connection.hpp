@@ -122,6 +122,7 @@ class Connection final : public EventHandler {
     bool has_space(uint32_t space) const { return space == last_space_ || spaces_.contains(space); }
     bool leased(Extent extent) const;
     uint64_t fair_lease_bytes() const;
+    std::string over_rate_text() const;
     void unpin(const std::vector<Pinned>& pinned);
     void release(const std::vector<Pinned>& pinned);  // of pins_
     uint32_t keep_within_shares(bool prefix, uint32_t width);

@@ -67,6 +67,9 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
     if (min > pool_->object_bytes_max()) {
         why = "it is over the object limit of " + std::to_string(pool_->object_bytes_max()) +
               " bytes (node.object_share_max of the arena)";
+    } else if (pool_->is_over_rate(now_ms())) {
+        why = over_rate_text();
+        pool_->count_over_rate(1);
     } else if (leases_.size() >= limits.slabs) {
         why = "this client already holds " + std::to_string(limits.slabs) + " leases, the limit";
     } else if (!pool_->may_lease(leased_bytes_, min)) {
@@ -91,6 +94,12 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
     w.text16(why);
     finish_frame(out_, at);
     return true;
+}
+
+std::string Connection::over_rate_text() const {
+    return "tenant \"" + pool_->tenant() + "\" has moved more than its " +
+           std::to_string(pool_->limits().bytes_per_s.value_or(0)) +
+           " bytes a second at this node (bytes_per_s in cluster.tenants_file); try again";
 }
 
 // A client keeps its lease until it is full, so what one may take ahead shrinks with the number of clients.
@@ -173,6 +182,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
             case ObjectTable::Commit::kStored:
                 count(m.stored_total);
                 count(m.stored_bytes_total, extent.size);
+                pool_->moved(extent.size);
                 if (!one_way) Writer(out_).number(PutOutcome::kStored);
                 break;
             case ObjectTable::Commit::kExists:

@@ -79,11 +79,15 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
 // One lease for all that is not here yet, or else one for each object: what finds none is refused.
 bool Connection::make_room(PutSink& put) {
     uint64_t all = 0;
+    const bool over_rate = pool_->is_over_rate(now_ms());
     for (PutRow& row : put.rows) {
         bool here =
             !put.replace && (pool_->find(put.space, row.name) != kNoSlot || only_on_ssd(put.space, row.name));
         if (here) {
             row.outcome = PutOutcome::kExists;
+        } else if (over_rate) {
+            row.outcome = PutOutcome::kRefused;
+            pool_->count_over_rate(1);
         } else if (row.size > pool_->object_bytes_max()) {
             row.outcome = PutOutcome::kRefused;
         } else {
@@ -216,6 +220,7 @@ PutOutcome Connection::store(const PutSink& put, const PutRow& row) {
         case ObjectTable::Commit::kStored:
             count(m.stored_total);
             count(m.stored_bytes_total, row.size);
+            pool_->moved(row.size);
             // Its bytes were verified on the way in.
             table.set_scrubbed(pool_->find(put.space, row.name));
             return PutOutcome::kStored;
@@ -261,6 +266,8 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
     std::vector<uint32_t> here;
     ObjectTable& table = pool_->table();
     uint64_t total = 0;
+    // A tenant over its rate finds nothing, as with pins over their share.
+    const bool over_rate = pool_->is_over_rate(now_ms());
     for (uint32_t i = 0; i < n; ++i) {
         ReadAsk ask = ReadAsk::read(body);
         if (!body.ok()) break;
@@ -268,7 +275,9 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
         uint32_t slot = kNoSlot;
         // By name: the present object. By slot and generation: the one that the caller has pinned, even if
         // it is replaced by now; and only within a space that the caller has opened.
-        if (!ask.pinned()) {
+        if (over_rate) {
+            pool_->count_over_rate(1);
+        } else if (!ask.pinned()) {
             slot = pool_->find(space, ask.name);
             if (slot == kNoSlot && !resumed_ && only_on_ssd(space, ask.name)) on_ssd.push_back(ask.name);
         } else if (table.readable(ask.slot, ask.generation) && table.entry(ask.slot).space == space) {
@@ -289,6 +298,7 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
     }
     if (!body.done()) return malformed("is no READ");
     if (!on_ssd.empty() && park(header, whole_body, space, on_ssd, here)) return true;
+    pool_->moved(total);
     NodeMetrics& m = server_.metrics_;
     count(m.lookup_keys_total, n);
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);

@@ -18,6 +18,7 @@
 #include "memory/allocator.hpp"
 #include "memory/leases.hpp"
 #include "memory/mapping.hpp"
+#include "store/node/byte_rate.hpp"
 #include "store/node/object_table.hpp"
 #include "store/node/remote_pins.hpp"
 #include "store/node/tenant_limits.hpp"
@@ -158,10 +159,15 @@ class Pool {
         uint64_t taken_bytes = 0, given_bytes = 0;  // of memory
         uint64_t evicted = 0, evicted_bytes = 0;    // objects, for memory that was given back
         uint64_t refused = 0;                       // leases
+        uint64_t over_rate = 0;                     // objects, and leases
     };
     const ShareCounters& share_counters() const { return share_counters_; }
     const TenantLimits& limits() const { return limits_; }
     void set_limits(const TenantLimits& limits) { limits_ = limits; }
+    // Whether the tenant has moved more than limits().bytes_per_s: what it asks for is refused for a while.
+    bool is_over_rate(uint64_t now_ms) { return rate_.is_over(limits_.bytes_per_s, now_ms); }
+    void moved(uint64_t bytes) { rate_.take(bytes); }
+    void count_over_rate(uint64_t objects) { share_counters_.over_rate += objects; }
     // Makes huge pages of the next piece of committed memory (any thread); 0: all is done, or the kernel does
     // not. The shared index says how far it is: clients pin what stays as it is only. After a 0 that is all
     // that is committed.
@@ -226,6 +232,7 @@ class Pool {
     OnShort on_short_;
     ShareCounters share_counters_;
     TenantLimits limits_;
+    ByteRate rate_;
     Mutex commit_mutex_;  // of the arena's growth: its pieces are committed one after the other
     std::function<bool(uint64_t)> may_commit_;
     std::atomic<bool> loop_waits_{false};

@@ -831,6 +831,8 @@ void Server::add_tenant_gauges(std::vector<std::pair<std::string, uint64_t>>& ro
         add("tenant_evicted_for_others_total", c.evicted);
         add("tenant_evicted_for_others_bytes_total", c.evicted_bytes);
         add("tenant_refused_total", c.refused);
+        if (limits.bytes_per_s) add("tenant_bytes_per_s_max", *limits.bytes_per_s);
+        add("tenant_over_rate_total", c.over_rate);
         if (ssd_ == nullptr) continue;
         add("tenant_ssd_bytes", ssd_->bytes_of(*pool));
         if (limits.ssd_max) add("tenant_ssd_max_bytes", *limits.ssd_max);
