@@ -34,6 +34,7 @@ void SimMaster::tick() {
     master_->tick(now_ms());
     for (int i = 0; i < 16 && master_->sweep(); ++i) {
     }
+    if (pair_->is_handed_over()) end_hand_over();
     if (pair_->is_superseded() && !planted_.term_ignored) {
         pair_->step_down();
         drop_all(Caller::kClient);

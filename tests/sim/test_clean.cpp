@@ -287,6 +287,18 @@ TEST_CASE("sim: a copy that was removed is not read because it is being removed 
     if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
 }
 
+// 1600087: a node told the owner of the later one before the standby's answer was there, and the former owner
+// did not follow.
+TEST_CASE("sim: an owner that hands over follows also where it first hears of that from a node") {
+    Conditions c = clean_conditions();
+    c.ranges = c.hand_overs = 3;
+    c.standby = c.disks = true;
+    c.stops = c.cuts = c.broken_links = c.restarts = c.standby_restarts = 1;
+    c.full = 10;
+    Search found = search(1600087, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
 TEST_CASE("sim: a seed is one history") {
     Conditions c;
     c.restarts = c.stops = c.cuts = c.master_restarts = 1;

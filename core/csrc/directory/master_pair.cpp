@@ -138,7 +138,8 @@ void MasterPair::frame_of_hand_over_sent() {
 }
 
 bool MasterPair::is_handed_over() const {
-    return hand_over_ == HandOver::kSent && master_.mirror().has_heard(hand_over_frame_);
+    return hand_over_ == HandOver::kSent &&
+           (master_.mirror().has_heard(hand_over_frame_) || master_.superseded());
 }
 
 bool MasterPair::keep() {

@@ -76,8 +76,8 @@ class MasterPair {
     bool is_given() const { return hand_over_ == HandOver::kSent; }    // and so does all of clients
     bool is_frame_of_hand_over_due(uint64_t now_ms) const;             // cut(frame_flags() | kMirrorYours)
     void frame_of_hand_over_sent();
-    bool is_handed_over() const;                    // the standby has it: step_down() then
-    bool keep();                                    // the owner stays the owner, unless that frame is sent
+    bool is_handed_over() const;  // the standby has it, as it or a node says: step_down() then
+    bool keep();                  // the owner stays the owner, unless that frame is sent
     bool is_hand_over_late(uint64_t now_ms) const;  // keep() then
 
     // It has heard of a later owner, and is to step down.

@@ -231,6 +231,7 @@ Status MasterServer::ask_hand_over(uint32_t timeout_ms) {
 
 void MasterServer::tick_pair(uint64_t now) {
     bool stood_still = now - std::exchange(ticked_ms_, now) > kStoodStillMs;  // what came meanwhile is unread
+    if (pair_.is_handed_over()) return end_hand_over();
     if (pair_.is_superseded()) return serve_no_longer();
     tell_standby(now);
     if (!stood_still && standby_fd_ >= 0 && pair_.is_overdue(now)) drop(standby_fd_);
