@@ -319,7 +319,13 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
 
     def build_connector_worker_meta(self) -> Any:
         """What this worker tells the scheduler's half of the step; None for nothing."""
-        return None if self._worker is None else self._guard(None, self._worker.take_report)
+        worker = self._worker
+        if worker is None:
+            return None
+        try:
+            return worker.take_report()
+        except Exception:
+            return self._guard.survive(None)
 
     def _step(self) -> Step:
         step = self._connector_metadata
@@ -445,11 +451,12 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         sched = self._sched
         if sched is None:
             return NOTHING
-        self._guard(None, sched.step_begins, scheduler_output)
-        step: Step | None = self._guard(
-            None, sched.build_step, scheduler_output, otherwise=sched.give_up_step
-        )
-        return self._guard(NOTHING, sched.build_step, scheduler_output) if step is None else step
+        try:
+            sched.step_begins(scheduler_output)
+            return sched.build_step(scheduler_output)
+        except Exception:
+            self._guard.survive(None, sched.give_up_step)
+        return self._guard(NOTHING, sched.build_step, scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported of a step."""
@@ -462,7 +469,10 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
     def take_events(self) -> tuple[()]:
         """No KV cache events. vLLM asks when it has the output of a step, which ends the step's time."""
         if self._sched is not None:
-            self._guard(None, self._sched.step_computed)
+            try:
+                self._sched.step_computed()
+            except Exception:
+                self._guard.survive(None)
         return ()
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:

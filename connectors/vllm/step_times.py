@@ -10,6 +10,7 @@ from collections.abc import Callable
 from moonpool.connectors.vllm.engine_types import SchedulerOutput
 
 STEPS_MAX = 64  # planned and not ended; more of them means that vLLM does not report ends
+_NO_PROMPT = (0, 0.0)  # when a step that computes no prompt was planned is not asked
 
 
 class StepTimes:
@@ -23,14 +24,18 @@ class StepTimes:
 
     def begins(self, output: SchedulerOutput) -> None:
         """A step was planned."""
-        self._planned.append((_prompt_tokens(output), self._clock()))
+        tokens = _prompt_tokens(output)
+        self._planned.append((tokens, self._clock()) if tokens else _NO_PROMPT)
 
     def ends(self) -> tuple[int, float]:
-        """The oldest step has ended. Returns (prompt tokens that it computed, its seconds)."""
+        """The oldest step has ended. Returns (prompt tokens that it computed, its seconds where there are
+        any)."""
         if not self._planned:
             return 0, 0.0
-        now_s = self._clock()
         tokens, planned_s = self._planned.popleft()
+        if not (tokens or self._planned):
+            return 0, 0.0  # no later step was planned before this end
+        now_s = self._clock()
         seconds = now_s - max(planned_s, self._ended_s)
         self._ended_s = now_s
         return tokens, seconds
@@ -38,5 +43,7 @@ class StepTimes:
 
 def _prompt_tokens(output: SchedulerOutput) -> int:
     """Tokens beyond one of each request and its speculated ones: those of prompts."""
-    speculated = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-    return output.total_num_scheduled_tokens - len(output.num_scheduled_tokens) - speculated
+    tokens = output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
+    if speculated := output.scheduled_spec_decode_tokens:
+        tokens -= sum(map(len, speculated.values()))
+    return tokens
