@@ -137,7 +137,7 @@ class Fleet:
         self._dispatcher.join(engine)
         engine.key = self._keys.of(spec, given=spec in self._settings.engines)
         if spec.is_https:
-            engine.tls = self._tls.context
+            engine.tls = self._tls
         try:
             self._relay.add_engine(place, engine.name, engine.host, engine.role, engine.key, spec.is_https)
         except (InvalidArgument, Unavailable) as error:

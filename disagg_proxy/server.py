@@ -559,7 +559,7 @@ def _token_source(
     def key_of(root: str) -> str:
         return next((engine.key for engine in engines() if engine.url.rstrip("/") == root), "")
 
-    return EngineSource(urls, key_of=key_of, tls=tls.context)
+    return EngineSource(urls, key_of=key_of, tls=tls.context, tls_name=tls.name)
 
 
 async def serve(

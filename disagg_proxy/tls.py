@@ -21,17 +21,23 @@ def made_relay(proxy: ProxySettings, **arguments: Any) -> Relay:
         serving(clients)  # says what is wrong with them
     try:
         return Relay(
-            tls=None if clients is None else clients[:3], engine_tls=engine_side_of(proxy)[:3], **arguments
+            tls=None if clients is None else clients[:3],
+            engine_tls=engine_side_of(proxy)[:3],
+            engine_tls_name=proxy.engine_tls_name,
+            **arguments,
         )
     except (InvalidArgument, Unavailable) as error:
         raise ConfigError(str(error), operation="tls", key="proxy.tls_cert", cause=error) from error
 
 
 class EngineTls:
-    """How Python asks engines at https://, by the files that [proxy] names. One loop."""
+    """How Python asks engines at https://, by the files that [proxy] names. One loop.
+
+    name: that their certificates have; None: the host of each one's URL."""
 
     def __init__(self, proxy: ProxySettings) -> None:
         """Raises ConfigError for configured files that cannot be used."""
+        self.name = proxy.engine_tls_name or None
         self._files = engine_side_of(proxy)
         self._followed: FollowedContext | None = None
         if any(self._files[:3]):

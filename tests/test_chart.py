@@ -148,16 +148,16 @@ def test_a_node_gets_an_ssd_of_the_host(manifests: ModuleType) -> None:
 def test_the_monitors_reach_each_pod_and_have_the_alerts(manifests: ModuleType) -> None:
     assert not of_kind(objects(manifests, {}), "PodMonitor", "PrometheusRule")
     made = objects(manifests, {"monitor": {"enabled": True, "labels": {"release": "prometheus"}}})
-    (monitor,) = of_kind(made, "PodMonitor").values()
+    monitors = of_kind(made, "PodMonitor").values()
     (rule,) = of_kind(made, "PrometheusRule").values()
-    assert monitor["metadata"]["labels"] == rule["metadata"]["labels"] == {"release": "prometheus"}
+    assert all(each["metadata"]["labels"] == {"release": "prometheus"} for each in [*monitors, rule])
     assert rule["spec"] == yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    (job,) = (each for each in endpoint["relabelings"] if each["targetLabel"] == "job")
-    assert job["sourceLabels"] == ["__meta_kubernetes_pod_container_name"]
-    (selected,) = monitor["spec"]["selector"]["matchExpressions"]
     for workload in of_kind(made, *WORKLOADS).values():
-        assert workload["spec"]["template"]["metadata"]["labels"][selected["key"]] in selected["values"]
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        (monitor,) = (each for each in monitors if _selects(each, labels))
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        (job,) = (each for each in endpoint["relabelings"] if each["targetLabel"] == "job")
+        assert job["sourceLabels"] == ["__meta_kubernetes_pod_container_name"]
         (container,) = pod_of(workload)["containers"]
         assert endpoint["port"] in {each["name"] for each in container["ports"]}
         assert job["replacement"].replace("$1", container["name"]) in (
@@ -165,6 +165,45 @@ def test_the_monitors_reach_each_pod_and_have_the_alerts(manifests: ModuleType) 
             "moonpool-node",
             "moonpool-proxy",
         )
+
+
+def _selects(monitor: dict[str, Any], labels: dict[str, str]) -> bool:
+    (selected,) = monitor["spec"]["selector"]["matchExpressions"]
+    return labels[selected["key"]] in selected["values"]
+
+
+def test_tls_is_mounted_configured_and_probed(manifests: ModuleType, tmp_path: Path) -> None:
+    values = {"tls": {"secret": "pool-tls"}, "proxy": {"tlsSecret": "front"}, "monitor": {"enabled": True}}
+    made = objects(manifests, values)
+    (text,) = (each["data"]["moonpool.toml"] for each in made if each["kind"] == "ConfigMap")
+    (tmp_path / "moonpool.toml").write_text(text)
+    loaded = config.load(tmp_path / "moonpool.toml", env={})
+    assert (loaded.cluster.tls_control, loaded.cluster.tls_data) == ("on", "on")
+    assert (loaded.cluster.tls_name, loaded.cluster.tls_data_name) == ("moonpool", "moonpool")
+    files = {loaded.cluster.tls_cert, loaded.cluster.tls_key, loaded.cluster.tls_ca}
+    assert files == {f"/etc/moonpool/tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
+    for name, workload in of_kind(made, *WORKLOADS).items():
+        pod = pod_of(workload)
+        (container,) = pod["containers"]
+        mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        secrets = {each["name"]: each["secret"] for each in pod["volumes"] if "secret" in each}
+        assert secrets[mounted["/etc/moonpool/tls"]] == {"secretName": "pool-tls", "defaultMode": 0o440}
+        assert pod["securityContext"]["fsGroup"] == 1000  # root's files, of that group
+        if name.endswith("-proxy"):
+            assert loaded.proxy.tls_cert.startswith("/etc/moonpool/proxy-tls/")
+            assert secrets[mounted["/etc/moonpool/proxy-tls"]]["secretName"] == "front"
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    for monitor in of_kind(made, "PodMonitor").values():
+        assert monitor["spec"]["podMetricsEndpoints"][0]["scheme"] == "https"
+
+
+def test_tls_of_the_pool_alone_leaves_the_proxies_in_plain(manifests: ModuleType) -> None:
+    made = objects(manifests, {"tls": {"secret": "pool-tls"}})
+    for name, workload in of_kind(made, *WORKLOADS).items():
+        (container,) = pod_of(workload)["containers"]
+        assert ("scheme" in container["readinessProbe"]["httpGet"]) == ("proxy" not in name)
+    assert "tls_cert" not in toml_of(made)["proxy"]
 
 
 def test_policies_can_be_left_out(manifests: ModuleType) -> None:

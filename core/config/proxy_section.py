@@ -281,6 +281,10 @@ class ProxyCommon(Section, frozen=True, kw_only=True):
         str, about("certificate (PEM) that engines at https:// are shown; empty: none")
     ] = ""
     engine_tls_key: Annotated[str, about("its key (PEM, 0600, without a password)")] = ""
+    engine_tls_name: Annotated[
+        str,
+        about("name that the certificates of all engines have; empty: the host of each one's URL"),
+    ] = ""
     admission: Admission = Admission()
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()

@@ -220,12 +220,15 @@ def scheme(config: Config) -> str:
 
 
 def check_private_key(key: Path, setting: str = "cluster.tls_key") -> None:
-    """Raises ConfigError for a file that is not there, or that others can read."""
+    """Raises ConfigError for a file that is not there, or that others can read. A key of root's may be
+    readable for a group, as those of Kubernetes' secrets are: a process of another user could not read it
+    otherwise."""
     try:
-        mode = stat.S_IMODE(key.stat().st_mode)
+        status = key.stat()
+        mode = stat.S_IMODE(status.st_mode)
     except OSError as error:
         raise wrong(f"cannot read {setting} = {key}: {error.strerror}", setting, error) from error
-    if mode & 0o077:
+    if mode & (0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077):
         raise wrong(
             f"{setting} = {key} can be read by others (mode {mode:04o}); run: chmod 600 {key}", setting
         )

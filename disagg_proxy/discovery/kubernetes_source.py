@@ -40,7 +40,7 @@ SILENT_S = 120.0  # the server sends bookmarks about once a minute
 AT_ONCE_S = 0.05  # a watch that ends sooner counts as failed
 SOON_S = 10.0  # two answers 410 within this time count as a failure, with a pause
 PORT = 8000
-_OPTIONS = ("api", "port", "role", "events", "replay", "bootstrap", "model")
+_OPTIONS = ("api", "scheme", "port", "role", "events", "replay", "bootstrap", "model")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 _log = logging.getLogger("moonpool.proxy")
@@ -257,7 +257,7 @@ class KubernetesSource(WatchingSource):
         }
         host = f"[{pod.status.pod_ip}]" if ":" in pod.status.pod_ip else pod.status.pod_ip
         return EngineRecord(
-            url=f"http://{host}:{_port(told.get('port', str(PORT)))}",
+            url=f"{_scheme(told.get('scheme', 'http'))}://{host}:{_port(told.get('port', str(PORT)))}",
             role=told.get("role", "both"),
             bootstrap=told.get("bootstrap", ""),
             events=f"tcp://{host}:{_port(told['events'])}" if told.get("events") else "",
@@ -307,6 +307,12 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def _scheme(text: str) -> str:
+    if text not in ("http", "https"):
+        raise ValueError(f"a scheme is http or https, not {text!r}")
+    return text
 
 
 def _port(text: str) -> int:

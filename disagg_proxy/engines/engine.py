@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,6 +18,7 @@ from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySett
 
 if TYPE_CHECKING:
     from moonpool._native import Relay
+    from moonpool.disagg_proxy.tls import EngineTls
 
 _OTHER_MAKERS = ("sglang", "tensorrt_llm")
 
@@ -69,7 +69,7 @@ class Engine:
         self.self_sufficient = True
         self.relay: Relay | None = None
         self.key = ""  # API key that the proxy sends to it
-        self.tls: Callable[[], ssl.SSLContext] | None = None  # None: it is spoken to in plain
+        self.tls: EngineTls | None = None  # None: it is spoken to in plain
         self.turned: Callable[[Engine, bool], None] = lambda engine, healthy: None
         self.became: Callable[[Engine], None] = lambda engine: None
         self._resolved: tuple[str, int] | None = None

@@ -13,7 +13,7 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 
@@ -24,6 +24,7 @@ from moonpool.disagg_proxy.engines import tensorrt_llm
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap, Rank, is_next, read_page
 from moonpool.disagg_proxy.engines.engine import Engine, host_field
 from moonpool.disagg_proxy.engines.sglang import HEALTH_S, PAGE, read_server_info
+from moonpool.disagg_proxy.tls import EngineTls
 
 _HEAD_BYTES_MAX = 64 << 10
 _BODY_BYTES_MAX = 1 << 20
@@ -218,13 +219,15 @@ async def _get(
     connect_s: float | None = None,
     *,
     key: str = "",
-    tls: Callable[[], ssl.SSLContext] | None = None,
+    tls: EngineTls | None = None,
 ) -> tuple[int, bytes, tuple[str, int]]:
     """Status, body and the peer's address. HTTP/1.0, so that nothing comes in chunks. connect_s: for the
     connection alone, its TLS included. key: what is shown as Authorization. tls: None: in plain."""
-    context = None if tls is None else tls()
+    context, server_name = (None, None) if tls is None else (tls.context(), tls.name)
     async with asyncio.timeout(connect_s):
-        reader, writer = await asyncio.open_connection(*address, limit=_HEAD_BYTES_MAX, ssl=context)
+        reader, writer = await asyncio.open_connection(
+            *address, limit=_HEAD_BYTES_MAX, ssl=context, server_hostname=server_name
+        )
     try:
         peer = writer.get_extra_info("peername")
         if peer is None:  # the engine's reset was there before the loop looked

@@ -76,7 +76,8 @@ class EngineSource:
 
     urls:   model -> root URLs of the engines that may be asked now.
     key_of: root URL -> the engine's API key; "": none.
-    tls:    the context for engines at https://, as of now.
+    tls:    the context for engines at https://, as of now; tls_name: that their certificates have; None: the
+            host of the URL.
     """
 
     def __init__(
@@ -85,12 +86,13 @@ class EngineSource:
         *,
         key_of: Callable[[str], str] = lambda _root: "",
         tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
+        tls_name: str | None = None,
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._urls = urls
         self._key_of = key_of
-        self._tls = tls
+        self._tls, self._tls_name = tls, tls_name
         self._deadline_s = deadline_s
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
@@ -164,7 +166,14 @@ class EngineSource:
             headers["Authorization"] = f"Bearer {key}"
         tls = self._tls() if url.startswith("https:") else True
         # A redirect could lead out of TLS, with the prompt and the key of the engine.
-        async with session.post(url, data=body, headers=headers, ssl=tls, allow_redirects=False) as answer:
+        async with session.post(
+            url,
+            data=body,
+            headers=headers,
+            ssl=tls,
+            server_hostname=self._tls_name,
+            allow_redirects=False,
+        ) as answer:
             if answer.status in _ABSENT:
                 self._absent_until[url] = self._clock() + RETRY_S
                 if answer.status == 401 and not self._told:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import ssl
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -216,6 +218,31 @@ def test_a_key_that_others_can_read_is_refused(files: dict[str, str]) -> None:
     Path(files["tls_key"]).chmod(0o640)
     with pytest.raises(ConfigError, match=r"can be read by others \(mode 0640\); run: chmod 600"):
         http_tls.server_context(made(files))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it gives a file to root and goes on as another user")
+@pytest.mark.parametrize(("mode", "usable"), [(0o440, True), (0o640, True), (0o444, False), (0o460, False)])
+def test_a_key_of_root_may_be_readable_for_a_group(mode: int, usable: bool) -> None:
+    """As those of Kubernetes' secrets are, which a process of another user reads by its group."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o711)
+        key = Path(folder) / "key.pem"
+        key.touch()
+        os.chown(key, 0, 65534)
+        key.chmod(mode)
+        child = os.fork()
+        if child == 0:
+            code = 2
+            try:
+                os.setgid(65534)
+                os.setuid(65534)
+                http_tls.check_private_key(key)
+                code = 0
+            except ConfigError:
+                code = 1
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if usable else 1)
 
 
 def test_without_a_certificate_pages_are_plain(files: dict[str, str]) -> None:

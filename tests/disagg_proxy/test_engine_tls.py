@@ -391,6 +391,31 @@ async def test_token_ids_are_asked_for_inside_tls(files: Files) -> None:
 
 
 @with_deadline
+async def test_all_engines_may_have_the_certificate_of_one_name(files: Files) -> None:
+    """As pods have, whose addresses no certificate has."""
+    files.show("master-elsewhere")  # of master.example
+    async with bed(**given(files, engine_tls_name="master.example")) as b:
+        assert health(b) == (True, "")
+        assert (await b.ask("POST", PATH, BODY)).status == 200
+
+        async def render(exchange: Exchange) -> None:
+            await exchange.answer(b'[{"token_ids":[1,2]}]')
+
+        b.engines[0].behave = render
+        tls = EngineTls(
+            ProxySettings(
+                engines=(b.engines[0].spec,), engine_tls_ca=files.ca, engine_tls_name="master.example"
+            )
+        )
+        source = EngineSource(lambda _model: [b.engines[0].spec.url], tls=tls.context, tls_name=tls.name)
+        prompt = TextPrompt("completions", "m", b'{"model":"m","prompt":"hi"}')
+        assert await source.ids(prompt) == b"\x01\0\0\0\x02\0\0\0"
+        await source.close()
+    async with bed(**given(files, engine_tls_name="other.example")) as b:
+        assert not health(b)[0]
+
+
+@with_deadline
 async def test_a_question_for_token_ids_follows_no_redirect(files: Files) -> None:
     """It would lead out of TLS."""
     asked = asyncio.Event()

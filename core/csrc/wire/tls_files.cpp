@@ -1,15 +1,20 @@
 #include "wire/tls_files.hpp"
 
+#include <unistd.h>
+
 #include "wire/openssl.hpp"
 
 namespace moonpool {
 
 namespace {
 
-// (Of the first key a process is told by its configuration.)
+// (Of the first key a process is told by its configuration.) A key of root's may be readable for a group, as
+// those of Kubernetes' secrets are: a process of another user could not read it otherwise.
 bool is_open_to_others(const std::string& file) {
     struct stat is {};
-    return !file.empty() && ::stat(file.c_str(), &is) == 0 && (is.st_mode & 077) != 0;
+    if (file.empty() || ::stat(file.c_str(), &is) != 0) return false;
+    const mode_t others = is.st_uid == 0 && ::geteuid() != 0 ? 037 : 077;
+    return (is.st_mode & others) != 0;
 }
 
 }  // namespace

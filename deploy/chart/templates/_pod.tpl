@@ -47,6 +47,21 @@ securityContext:
   runAsUser: 1000
   runAsGroup: 1000
   seccompProfile: {type: RuntimeDefault}
+{{- if or .root.Values.tls.secret (eq .of "proxy") }}
+  fsGroup: 1000 # for the files of secrets
+{{- end }}
+{{- end }}
+
+{{- define "moonpool.page" -}}
+{{- $secret := ternary .root.Values.proxy.tlsSecret .root.Values.tls.secret (eq .of "proxy") -}}
+path: {{ .path }}, port: http{{ if $secret }}, scheme: HTTPS{{ end }}
+{{- end }}
+
+{{- define "moonpool.mounts" -}}
+- {name: config, mountPath: /etc/moonpool/config, readOnly: true}
+{{- if .Values.tls.secret }}
+- {name: tls, mountPath: /etc/moonpool/tls, readOnly: true}
+{{- end }}
 {{- end }}
 
 {{- define "moonpool.environment" -}}
@@ -66,16 +81,16 @@ securityContext:
 
 {{- define "moonpool.container" -}}
 startupProbe:
-  httpGet: {path: /livez, port: http}
+  httpGet: { {{- include "moonpool.page" (dict "root" .root "of" .of "path" "/livez") -}} }
   periodSeconds: 2
   failureThreshold: 60
 livenessProbe:
-  httpGet: {path: /livez, port: http}
+  httpGet: { {{- include "moonpool.page" (dict "root" .root "of" .of "path" "/livez") -}} }
   periodSeconds: 10
   timeoutSeconds: 3
   failureThreshold: 3
 readinessProbe:
-  httpGet: {path: /readyz, port: http}
+  httpGet: { {{- include "moonpool.page" (dict "root" .root "of" .of "path" "/readyz") -}} }
   periodSeconds: 2
   timeoutSeconds: 3
   failureThreshold: 2
@@ -89,4 +104,8 @@ securityContext:
 {{- define "moonpool.config" -}}
 - name: config
   configMap: {name: {{ .Values.configMap | default .Release.Name }}}
+{{- with .Values.tls.secret }}
+- name: tls
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
 {{- end }}

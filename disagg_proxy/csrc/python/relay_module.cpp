@@ -231,7 +231,7 @@ constexpr TlsUse kEngineTls{"proxy.engine_tls_cert",
                             "proxy.engine_tls_key",
                             "proxy.engine_tls_ca",
                             "the engine needs a new one",
-                            ", and name the engine by that",
+                            ", and name the engine by that, or set proxy.engine_tls_name",
                             "set proxy.engine_tls_cert and engine_tls_key to one that the engine trusts",
                             true};
 
@@ -258,7 +258,8 @@ class PyRelay final : public relay::Decider {
             double retry_after_s, bool spans, py::function decide, py::function page, py::function refused,
             size_t texts_max, size_t engines_max, py::object gone, bool registry,
             std::vector<std::string> relay_paths, bool uses_tokens,
-            std::optional<std::shared_ptr<relay::Turns>> turns, const PyTlsFiles& tls, PyTlsFiles engine_tls)
+            std::optional<std::shared_ptr<relay::Turns>> turns, const PyTlsFiles& tls, PyTlsFiles engine_tls,
+            std::string engine_tls_name)
         : turns_(turns.value_or(nullptr)),
           decide_(std::move(decide)),
           page_(std::move(page)),
@@ -266,6 +267,7 @@ class PyRelay final : public relay::Decider {
           gone_(std::move(gone)),
           uses_tokens_(uses_tokens),
           engine_files_(std::move(engine_tls)),
+          engine_name_(std::move(engine_tls_name)),
           tokenize_queue_(texts_max) {
         relay::Settings settings;
         for (const auto& [name, host, role] : engines) {
@@ -304,7 +306,7 @@ class PyRelay final : public relay::Decider {
         if (tls && engine_tls_ == nullptr) {
             TlsFiles files = files_of(
                 engine_files_.value_or(std::tuple<std::string, std::string, std::string>()), kEngineTls);
-            engine_tls_ = unwrap(TlsClient::create(files, ""), "tls");
+            engine_tls_ = unwrap(TlsClient::create(files, engine_name_), "tls");
         }
         std::string authorization = key.empty() ? "" : "Bearer " + key;
         if (!http::is_field_value(authorization)) bad("an engine's key cannot stand in a head");
@@ -559,6 +561,7 @@ class PyRelay final : public relay::Decider {
     size_t engines_ = 0;
     const bool uses_tokens_;
     const PyTlsFiles engine_files_;
+    std::string engine_name_;
     relay::TokenizeQueue tokenize_queue_;
     std::unique_ptr<relay::Relay> relay_;
     PyGILState_STATE gil_{};
@@ -618,13 +621,15 @@ void bind_relay(py::module_& m) {
         .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&, const py::dict&,
                       const PyApiKeys&, std::string, std::string, double, bool, py::function, py::function,
                       py::function, size_t, size_t, py::object, bool, std::vector<std::string>, bool,
-                      std::optional<std::shared_ptr<relay::Turns>>, const PyTlsFiles&, PyTlsFiles>(),
+                      std::optional<std::shared_ptr<relay::Turns>>, const PyTlsFiles&, PyTlsFiles,
+                      std::string>(),
              py::kw_only(), py::arg("engines"), py::arg("settings"), py::arg("api_keys"),
              py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"), py::arg("spans"),
              py::arg("decide"), py::arg("page"), py::arg("refused"), py::arg("texts_max") = 0,
              py::arg("engines_max") = 0, py::arg("gone") = py::none(), py::arg("registry") = false,
              py::arg("relay_paths") = std::vector<std::string>(), py::arg("uses_tokens") = false,
              py::arg("turns") = py::none(), py::arg("tls") = py::none(), py::arg("engine_tls") = py::none(),
+             py::arg("engine_tls_name") = "",
              "decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: "
              "it looks at prompts and learns from what was recorded: records is what take_observations would "
              "return, ids the prompt's when it is one list of them, else None. Otherwise b\"\" and None. "

@@ -73,9 +73,11 @@ async def test_options_labels_and_annotations_say_what_a_pod_is() -> None:
         k.put(pod("plain"))
         labels = {"app": "vllm", "moonpool.io/role": "prefill", "moonpool.io/port": "1"}
         told = {"moonpool.io/port": "9000", "moonpool.io/bootstrap": "8999", "moonpool.io/model": "llama"}
+        told["moonpool.io/scheme"] = "https"
         k.put(pod("told", "10.0.0.2", labels=labels, annotations=told))
         k.put(pod("wrong", "10.0.0.3", annotations={"moonpool.io/port": "http"}))
         k.put(pod("odd", "10.0.0.4", annotations={"moonpool.io/role": "chef"}))
+        k.put(pod("strange", "10.0.0.5", annotations={"moonpool.io/scheme": "ftp"}))
         async with heard(source(k, "&port=8100&role=decode&events=5557&replay=5558")) as h:
             await until(lambda: bool(h.sets))
             plain, other = h.last
@@ -86,7 +88,7 @@ async def test_options_labels_and_annotations_say_what_a_pod_is() -> None:
                 "tcp://10.0.0.1:5558",
             )
             assert (other.spec.url, other.spec.role, other.model) == (
-                "http://10.0.0.2:9000",
+                "https://10.0.0.2:9000",
                 "prefill",
                 "llama",
             )
