@@ -453,6 +453,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             return NOTHING
         try:
             sched.step_begins(scheduler_output)
+        except Exception:
+            self._guard.survive(None)
+        try:
             return sched.build_step(scheduler_output)
         except Exception:
             self._guard.survive(None, sched.give_up_step)

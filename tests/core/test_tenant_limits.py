@@ -23,6 +23,7 @@ from moonpool.core.config.tenants_file import (
 from moonpool.core.errors import InvalidArgument, Unavailable
 from moonpool.core.service import metrics, tenant_keys
 from moonpool.core.service.tenant_keys import TenantKeys
+from moonpool.core.store.types import PutStatus
 from tests.token_file import TokenFile
 
 from .store_bed import MIB, TOKEN, until
@@ -165,16 +166,21 @@ def test_pins_have_a_maximum(tmp_path: Path) -> None:
 
 
 def test_bytes_a_second_have_a_maximum(tmp_path: Path) -> None:
-    with node(tmp_path, {"a": (None, None, None, None, 1)}, listen=["127.0.0.1:0"]) as bed:
+    with node(tmp_path, {}, listen=["127.0.0.1:0"]) as bed:
         near = bed.stores["a"]
         far = Store(f"tcp://{bed.server.addresses[0]}", tenant="a", token=TOKEN, timeout_s=20.0)
         with far:
+            assert near.put("small", b"s" * 96)
+            bed.server.set_limits([_native_row("a", (None, None, None, None, 1))])
             bed.put("a", 1)  # one object may be larger than what a second brings: the debt is paid in days
             refused = near.put("k1", b"x" * MIB)
             assert not refused
             assert "more than its 1 bytes a second at this node" in refused.reason
             assert not far.put("k1", b"x" * MIB)
             assert far.get("k0") is None
+            # By objects of that size clients tell whether larger ones are whole, and remove what is not.
+            assert far.put("small", b"s" * 96).status is PutStatus.EXISTS
+            assert bytes(far.get("small") or b"") == b"s" * 96
             assert bed.hits("a", 1) == 1  # a process of the node's host reads its memory
             bed.put("b", 4)
             assert bed.of("a", "over_rate_total") >= 3

@@ -18,6 +18,8 @@ class Cluster {
     Cluster(uint64_t seed, const Conditions& conditions, const Planted& planted)
         : conditions_(conditions), world_(seed), network_(world_) {
         uint32_t hosts = conditions.hosts;
+        restarted_at_.resize(hosts);
+        back_at_.resize(hosts);
         uint32_t next_host = hosts;
         std::vector<std::vector<SimMaster*>> of_ranges;
         std::vector<SimMaster*> masters;
@@ -125,9 +127,12 @@ class Cluster {
         const SimMaster& owner = masters.owner();
         const Master* master = owner.master();
         // A new master hears of what a node put while it was cut off after the node has joined, and of what
-        // was removed after the nodes that know of it have.
-        const bool is_new = owner.since() != 0 && (masters.whole_at < owner.since() ||
-                                                   world_.now() - masters.whole_at < conditions_.apart);
+        // was removed after the nodes that know of it have: until then one that comes back has what it had.
+        const bool is_new =
+            owner.since() != 0 &&
+            (world_.now() - owner.since() < conditions_.apart ||
+             (back_at_[host] + 5 * kSecond > owner.since() &&
+              (masters.whole_at < owner.since() || world_.now() - masters.whole_at < conditions_.apart)));
         const bool was_lost = masters.has_taken_over && world_.now() - masters.lost_at < conditions_.apart;
         if (master == nullptr || is_new || nodes_[host]->was_stopped(conditions_.apart) ||
             was_cut(host, owner) || (was_lost && was_cut(host, *masters.first)))
@@ -180,19 +185,25 @@ class Cluster {
             case Action::kOperation:
                 return begin(action.operation);
             case Action::kRestart:
+                restarted_at_[action.host % hosts] = world_.now();
+                back_at_[action.host % hosts] = end;
                 return restart(node, action.lasts, action.flag);
             case Action::kRestartClient:
                 return restart(*clients_[action.host % hosts], action.lasts, false);
             case Action::kRestartMaster:
-                masters.restarted_at = world_.now();
+                if (!masters.is_second()) masters.restarted_at = world_.now();
                 return restart(*masters.first, action.lasts, action.flag);
             case Action::kStop:
+                back_at_[action.host % hosts] = end;
                 node.stop();
                 return world_.at(end, nullptr, [&node] { node.go_on(); });
             case Action::kBreakLink:
                 if (node.running() && !node.stopped()) node.break_master_link();
                 return;
             case Action::kCut:
+                for (uint32_t cut_off : {action.host, action.other}) {
+                    if (cut_off < hosts) back_at_[cut_off] = end;
+                }
                 network_.cut(action.host, action.other);
                 if (action.flag) network_.cut(action.other, action.host);
                 return world_.at(end, nullptr, [this, action] {
@@ -247,7 +258,8 @@ class Cluster {
     void forget() {
         for (Operation& o : history_) {
             if (!is_write(o.kind) || !o.alone) continue;
-            o.forgotten = masters_[clients_[o.client]->range_of_key(o.key)].restarted_at > o.begin;
+            o.forgotten = masters_[clients_[o.client]->range_of_key(o.key)].restarted_at > o.begin &&
+                          restarted_at_[o.client] > o.begin;
         }
     }
 
@@ -339,6 +351,8 @@ class Cluster {
     std::vector<std::unique_ptr<SimClient>> clients_;
     std::vector<Operation> history_;
     std::vector<uint64_t> lives_;  // of the client of each
+    // Of each host: when its node was restarted last, and when it is back from its last fault.
+    std::vector<Micros> restarted_at_, back_at_;
 };
 
 std::string to_text(Micros at, const Action& action) {

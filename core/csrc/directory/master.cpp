@@ -122,6 +122,7 @@ void Master::go_on_behind(Version version) {
         return false;
     });
     open_.clear();
+    before_open_.clear();
     version_ = version;
     for (const Hash128& hash : mine) {
         ++version_;
@@ -240,6 +241,12 @@ Removal Master::last_ended(const Hash128& hash) const {
     if (!is_open(removal)) return removal;
     auto before = before_open_.find(hash);
     return before == before_open_.end() ? Removal{} : before->second;
+}
+
+// Before another removal of that key begins.
+void Master::keep_last_ended(const Hash128& hash) {
+    if (const Removal before = last_ended(hash); before.version != kNoVersion)
+        before_open_.insert_or_assign(hash, before);
 }
 
 // What a node put since that was here, without a copy, when the removal was ordered.
@@ -373,8 +380,7 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
                 place_at(hash, Placed{placing, first + i, now_ms});
             continue;
         }
-        if (const Removal before = last_ended(hash); before.version != kNoVersion)
-            before_open_.insert_or_assign(hash, before);
+        keep_last_ended(hash);
         add_removal(hash, first + i, first + i, taken != nullptr);
         ++counters_.forgets_total;
         find_holders(hash, true);
@@ -551,6 +557,7 @@ void Master::tick(uint64_t now_ms) {
             void_copies(hash);
         }
     }
+    if (open_.empty()) before_open_.clear();
     for (auto placed = placed_.begin(); placed != placed_.end();) {
         auto is_old = [&](const Placed& p) { return now_ms - p.at_ms >= limits_.placed_ms; };
         std::erase_if(placed->second, is_old);

@@ -205,6 +205,7 @@ class Master {
     bool spares(const Seat& seat, const Removal& removal) const;
     bool is_open(const Removal& removal) const;
     Removal last_ended(const Hash128& hash) const;
+    void keep_last_ended(const Hash128& hash);
     Taken taken(uint64_t now_ms, const Hash128& hash);
     void drop(Seat& seat, const Hash128& hash, Version version);
     void apply(Seat& seat, std::optional<Version> applied);

@@ -73,6 +73,7 @@ void Master::begin_to_follow(uint64_t now_ms) {
     }
     log_ = RemovalLog(limits_.removals_max);
     open_.clear();
+    before_open_.clear();
     placed_.clear();
     mirror_.detach();
     standby_ = one_of_several_ = true;
@@ -116,6 +117,7 @@ bool Master::follow_record(Reader& r) {
             auto version = r.number<Version>();
             auto place = r.number<Version>();
             bool of_absent = r.number<uint8_t>() != 0;
+            if (r.ok()) keep_last_ended(hash);
             if (r.ok()) log_.add(hash, version, place, of_absent);
             return r.ok();
         }
@@ -173,6 +175,7 @@ void Master::take_over(uint64_t now_ms, Version first, bool all_told) {
         return false;
     });
     open_.clear();
+    before_open_.clear();
     for (const Hash128& hash : open) void_copies(hash);
     for (auto& [id, seat] : seats_) {
         if (log_.covers(seat.applied)) continue;

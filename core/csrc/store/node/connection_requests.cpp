@@ -146,6 +146,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
     NodeMetrics& m = server_.metrics_;
     ObjectTable& table = pool_->table();
     std::vector<Version> newest;  // of rows that are older
+    uint64_t stored_bytes = 0;
     for (uint32_t i = 0; i < n; ++i) {
         auto [extent, crc, key] = CommitRow::read(body, head.flags);
         std::string_view name = key.name;
@@ -182,7 +183,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
             case ObjectTable::Commit::kStored:
                 count(m.stored_total);
                 count(m.stored_bytes_total, extent.size);
-                pool_->moved(extent.size);
+                stored_bytes += extent.size;
                 if (!one_way) Writer(out_).number(PutOutcome::kStored);
                 break;
             case ObjectTable::Commit::kExists:
@@ -198,6 +199,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
         }
     }
     if (!body.done()) return malformed("is no COMMIT");
+    pool_->moved(stored_bytes, now_ms());
     if (one_way) return true;
     for (Version version : newest) Writer(out_).number(version);
     finish_frame(out_, at);

@@ -170,9 +170,12 @@ bool Connection::finish_put() {
     auto here = [&](const PutRow& row) {
         return pool_->find(put->space, row.name) != kNoSlot || only_on_ssd(put->space, row.name);
     };
+    uint64_t stored_bytes = 0;
     for (PutRow& row : put->rows) {
         if (row.outcome == PutOutcome::kStored) row.outcome = store(*put, row);
+        if (row.outcome == PutOutcome::kStored) stored_bytes += row.size;
     }
+    pool_->moved(stored_bytes, now_ms());
     for (PutRow& row : put->rows) {
         // Its bytes are gone, and so is what made them needless.
         if (row.outcome == PutOutcome::kExists && !here(row)) row.outcome = PutOutcome::kRefused;
@@ -220,7 +223,6 @@ PutOutcome Connection::store(const PutSink& put, const PutRow& row) {
         case ObjectTable::Commit::kStored:
             count(m.stored_total);
             count(m.stored_bytes_total, row.size);
-            pool_->moved(row.size);
             // Its bytes were verified on the way in.
             table.set_scrubbed(pool_->find(put.space, row.name));
             return PutOutcome::kStored;
@@ -266,7 +268,8 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
     std::vector<uint32_t> here;
     ObjectTable& table = pool_->table();
     uint64_t total = 0;
-    // A tenant over its rate finds nothing, as with pins over their share.
+    // A tenant over its rate finds nothing, as with pins over their share; but it finds manifests, by which
+    // clients tell whether an object is whole, and the rest of what it has begun to read.
     const bool over_rate = pool_->is_over_rate(now_ms());
     for (uint32_t i = 0; i < n; ++i) {
         ReadAsk ask = ReadAsk::read(body);
@@ -275,13 +278,16 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
         uint32_t slot = kNoSlot;
         // By name: the present object. By slot and generation: the one that the caller has pinned, even if
         // it is replaced by now; and only within a space that the caller has opened.
-        if (over_rate) {
-            pool_->count_over_rate(1);
-        } else if (!ask.pinned()) {
+        if (!ask.pinned()) {
             slot = pool_->find(space, ask.name);
-            if (slot == kNoSlot && !resumed_ && only_on_ssd(space, ask.name)) on_ssd.push_back(ask.name);
+            if (slot == kNoSlot && !over_rate && !resumed_ && only_on_ssd(space, ask.name))
+                on_ssd.push_back(ask.name);
         } else if (table.readable(ask.slot, ask.generation) && table.entry(ask.slot).space == space) {
             slot = ask.slot;
+        }
+        if (over_rate && slot != kNoSlot && from == 0 && table.entry(slot).size > kManifestBytes) {
+            slot = kNoSlot;
+            pool_->count_over_rate(1);
         }
         here.push_back(slot);
         Wanted w{slot, from, 0};
@@ -298,7 +304,7 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
     }
     if (!body.done()) return malformed("is no READ");
     if (!on_ssd.empty() && park(header, whole_body, space, on_ssd, here)) return true;
-    pool_->moved(total);
+    pool_->moved(total, now_ms());
     NodeMetrics& m = server_.metrics_;
     count(m.lookup_keys_total, n);
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);

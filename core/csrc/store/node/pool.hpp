@@ -166,7 +166,11 @@ class Pool {
     void set_limits(const TenantLimits& limits) { limits_ = limits; }
     // Whether the tenant has moved more than limits().bytes_per_s: what it asks for is refused for a while.
     bool is_over_rate(uint64_t now_ms) { return rate_.is_over(limits_.bytes_per_s, now_ms); }
-    void moved(uint64_t bytes) { rate_.take(bytes); }
+    void moved(uint64_t bytes, uint64_t now_ms) {
+        if (!limits_.bytes_per_s) return;
+        (void)rate_.is_over(limits_.bytes_per_s, now_ms);
+        rate_.take(bytes);
+    }
     void count_over_rate(uint64_t objects) { share_counters_.over_rate += objects; }
     // Makes huge pages of the next piece of committed memory (any thread); 0: all is done, or the kernel does
     // not. The shared index says how far it is: clients pin what stays as it is only. After a 0 that is all

@@ -217,7 +217,9 @@ Result<PutReport> TcpPath::put(std::span<const PutItem> items, const PutHow& how
             if (!how.ack) outcome = PutOutcome::kStored;  // as far as is known
             if (outcome == PutOutcome::kStored) report.stored_bytes += sizes[i - begin];
             if (outcome == PutOutcome::kRefused) {
-                report.refusal = "the arena of " + session_.peer() + " is full of pinned or leased memory";
+                report.refusal = "the arena of " + session_.peer() +
+                                 " is full of pinned or leased memory, or the tenant has moved more than its "
+                                 "bytes_per_s there";
             }
             // The node compares what arrived with the checksum above: the source may have changed in
             // between, or the network has.
