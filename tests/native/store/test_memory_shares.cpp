@@ -107,7 +107,7 @@ class Tenants {
 };
 
 TenantLimits limits(std::optional<uint64_t> min, std::optional<uint64_t> max = {}) {
-    return {.dram_min = min, .dram_max = max, .ssd_max = {}, .pins_max = {}};
+    return {.dram_min = min, .dram_max = max, .ssd_max = {}, .pins_max = {}, .bytes_per_s = {}};
 }
 
 }  // namespace
