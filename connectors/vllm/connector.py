@@ -101,7 +101,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                         vllm_config,
                         block_tokens=engine_config.block_tokens,
                         kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
-                        form=identity.form(vllm_config, layout, engine_config.reaches),
+                        form=identity.form(
+                            vllm_config, layout, engine_config.reaches, kv_heads=engine_config.kv_heads
+                        ),
                     )
                     # A load into a live engine need not do what its start does.
                     if self._served_files.replaced:

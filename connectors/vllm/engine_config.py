@@ -3,6 +3,7 @@ value."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,10 @@ _ANY_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 class EngineConfig:
     """What the connector needs of vLLM's configuration.
 
-    block_tokens: tokens per block of the KV cache.
+    block_tokens: tokens of a block: of the KV cache's, or where these differ by KV cache group the least
+        common multiple (group_blocks.py).
     groups: layer names of each KV cache group.
+    splits: of each group how many of its own blocks are parts of a block; (): one of each.
     reaches: how far back each group looks; (): all of them at everything.
     states: what the layers of each group have in the place of KV, None: KV; (): all have KV.
     kv_heads: KV heads of the whole model; 1 for MLA.
@@ -55,6 +58,7 @@ class EngineConfig:
     block_tokens: int
     groups: tuple[tuple[str, ...], ...]
     kv_heads: int
+    splits: tuple[int, ...] = ()
     reaches: tuple[Reach, ...] = ()
     states: tuple[State | None, ...] = ()
     tp_size: int = 1
@@ -79,8 +83,9 @@ class EngineConfig:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some group does not need all blocks of a request."""
-        return not all(reach.is_full for reach in self.reaches)
+        """Whether some group does not need all blocks of a request, or its last block not all of its parts:
+        NULL_BLOCK stands for these."""
+        return bool(self.splits) or not all(reach.is_full for reach in self.reaches)
 
     @property
     def has_states(self) -> bool:
@@ -95,9 +100,11 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
     parallel = vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
     model = vllm_config.model_config
+    sizes = tuple(int(group.kv_cache_spec.block_size) for group in groups)
     return EngineConfig(
-        block_tokens=int(groups[0].kv_cache_spec.block_size) if groups else 0,
+        block_tokens=math.lcm(*sizes) if sizes else 0,
         groups=tuple(tuple(group.layer_names) for group in groups),
+        splits=_splits(sizes),
         reaches=tuple(_reach(_inner_specs(group.kv_cache_spec)[0]) or FULL for group in groups),
         states=tuple(_state(_inner_specs(group.kv_cache_spec)[0]) for group in groups),
         kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
@@ -117,6 +124,11 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
         adapter_refusal=_adapter_refusal(parallel),
         refusal=_refusal(vllm_config, groups),
     )
+
+
+def _splits(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of groups with blocks of so many tokens; see EngineConfig."""
+    return tuple(math.lcm(*sizes) // size for size in sizes) if len(set(sizes)) > 1 else ()
 
 
 def layer_number(name: str) -> int:
@@ -158,8 +170,6 @@ def _layers_refusal(groups: list[Any]) -> str:
         reaches |= found
     if (len(groups) > 1 or reaches != {FULL}) and not compat.can_report_failed_requests():
         return "models with sliding windows or several KV cache groups need vLLM 0.30 or newer"
-    if len({group.kv_cache_spec.block_size for group in groups}) > 1:
-        return "the model's KV cache groups have blocks of different sizes"
     return ""
 
 
@@ -178,6 +188,8 @@ def _states_refusal(vllm_config: Any, groups: list[Any]) -> str:
         )
     if getattr(vllm_config.cache_config, "prefix_match_unit", None) not in (None, specs[0].block_size):
         return "states are not stored yet with a prefix_match_unit smaller than a block"
+    if len({group.kv_cache_spec.block_size for group in groups}) > 1:
+        return "states are not stored yet beside KV cache groups with blocks of another number of tokens"
     if vllm_config.speculative_config is not None:
         return "states are not stored yet with speculative decoding (speculative_config)"
     if getattr(getattr(vllm_config, "mamba_config", None), "enable_stochastic_rounding", False):

@@ -105,13 +105,15 @@ class LayerView:
 class GroupLayout:
     """The layers of one KV cache group, by number and name, each memory once.
 
-    pieces: how many kernel blocks make one block of ``block_tokens`` tokens.
+    pieces: how many kernel blocks make one of the group's blocks.
+    split: how many of these are parts of a block of ``block_tokens`` tokens (group_blocks.py).
     state: of layers with a state, what a block of each holds; None: KV.
     """
 
     layers: tuple[LayerView, ...]
     pieces: int
     state: State | None = None
+    split: int = 1
 
     @property
     def heads(self) -> int:
@@ -143,14 +145,14 @@ class BlockLayout:
 
     @property
     def blocks(self) -> int:
-        """Blocks of every layer."""
+        """Blocks of every layer, of its group's own size."""
         return min(layer.blocks // group.pieces for group in self.groups for layer in group.layers)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in this worker, all layers and heads of all groups."""
         return sum(
-            layer.heads * layer.tokens * layer.content * group.pieces
+            layer.heads * layer.tokens * layer.content * group.pieces * group.split
             for group in self.groups
             for layer in group.layers
         )
@@ -161,15 +163,19 @@ def read_layout(
     groups: Sequence[Sequence[str]],
     block_tokens: int,
     states: Sequence[State | None] = (),
+    splits: Sequence[int] = (),
 ) -> BlockLayout:
     """The layout of ``caches``, the views that vLLM registered. Raises Refused.
 
     states: for each group what its layers have in the place of KV; (): all have KV.
+    splits: for each group how many of its blocks are parts of a block; (): one.
     """
-    kinds = states or (None,) * len(groups)
+    kinds, parts = states or (None,) * len(groups), splits or (1,) * len(groups)
     read = [
-        _read_group(caches, names, block_tokens) if state is None else _read_states(caches, names, state)
-        for names, state in zip(groups, kinds, strict=True)
+        _read_group(caches, names, block_tokens, split)
+        if state is None
+        else _read_states(caches, names, state)
+        for names, state, split in zip(groups, kinds, parts, strict=True)
     ]
     layout = BlockLayout(tuple(read), block_tokens)
     if len({layer.device for group in layout.groups for layer in group.layers}) > 1:
@@ -191,10 +197,12 @@ def spans(caches: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def object_ranges(
-    layout: BlockLayout, *, kv_heads: int, first_head: int, tp_rank: int = 0
+    layout: BlockLayout, *, kv_heads: Sequence[int], first_heads: Sequence[int], tp_rank: int = 0
 ) -> tuple[Ranges, ...]:
     """The objects of a block that this worker holds, in the order group, layers, heads. Raises Refused.
 
+    kv_heads: of each group in the whole model.
+    first_heads: of each group the number, in the whole model, of this worker's head 0.
     tp_rank: of this worker; each rank has its own part of a state, which is named by it.
     """
     ranges = []
@@ -202,7 +210,7 @@ def object_ranges(
         if group.state is not None:
             ranges.append(Ranges(number, tp_rank, 1, group.first_layer, group.layer_count))
             continue
-        step = heads_of_objects(group.heads, kv_heads)
+        step, first_head = heads_of_objects(group.heads, kv_heads[number]), first_heads[number]
         ranges += [
             Ranges(number, head, step, group.first_layer, group.layer_count)
             for head in range(first_head, first_head + group.heads, step)
@@ -210,11 +218,25 @@ def object_ranges(
     return tuple(ranges)
 
 
+def heads_of_groups(layout: BlockLayout, kv_heads: int, tp_size: int) -> tuple[int, ...]:
+    """The KV heads of each group in the whole model; of a group of states ``kv_heads``.
+
+    Where groups have unlike numbers of heads, vLLM tells the model's number and what a rank has of each
+    group, but not which ranks hold copies: each rank then counts as the holder of heads of its own.
+
+    kv_heads: of the model.
+    """
+    local = max(1, kv_heads // tp_size)
+    if all(group.heads == local for group in layout.groups if group.state is None):
+        return (kv_heads,) * len(layout.groups)
+    return tuple(kv_heads if group.state is not None else group.heads * tp_size for group in layout.groups)
+
+
 def rows(layout: BlockLayout, ranges: Ranges, *, first_head: int) -> list[Row]:
     """The rows of one column: what an object of ``ranges`` gathers, in its own order. Neighbours are one row.
 
-    first_head: the number, in the whole model, of this worker's head 0. Raises Refused when there are too
-    many rows for a CPU to gather; a card has a kernel for that.
+    first_head: the number, in the whole model, of this worker's head 0 of that group. Raises Refused when
+    there are too many rows for a CPU to gather; a card has a kernel for that.
     """
     group = layout.groups[ranges.group]
     result: list[Row] = []
@@ -231,9 +253,9 @@ def rows(layout: BlockLayout, ranges: Ranges, *, first_head: int) -> list[Row]:
     return result
 
 
-def all_rows(layout: BlockLayout, columns: Sequence[Ranges], *, first_head: int) -> Rows:
-    """The rows of every column, in order."""
-    return [rows(layout, ranges, first_head=first_head) for ranges in columns]
+def all_rows(layout: BlockLayout, columns: Sequence[Ranges], *, first_heads: Sequence[int]) -> Rows:
+    """The rows of every column, in order; first_heads: see ``object_ranges``."""
+    return [rows(layout, ranges, first_head=first_heads[ranges.group]) for ranges in columns]
 
 
 def layers_of_columns(layout: BlockLayout, columns: Sequence[Ranges]) -> list[list[tuple[int, int]]]:
@@ -263,7 +285,9 @@ def _head_rows(layer: LayerView, head: int, pieces: int) -> list[Row]:
     ]
 
 
-def _read_group(caches: Mapping[str, Tensor], names: Sequence[str], block_tokens: int) -> GroupLayout:
+def _read_group(
+    caches: Mapping[str, Tensor], names: Sequence[str], block_tokens: int, split: int
+) -> GroupLayout:
     missing = [name for name in names if name not in caches]
     if missing:
         raise Refused(f"vLLM registered no KV cache for the layer {missing[0]}")
@@ -276,10 +300,10 @@ def _read_group(caches: Mapping[str, Tensor], names: Sequence[str], block_tokens
             layers.append(view)
     if len({(view.heads, view.tokens) for view in layers}) > 1:
         raise Refused("the layers of one KV cache group differ in heads or tokens")
-    tokens = layers[0].tokens
-    if block_tokens % tokens:
-        raise Refused(f"blocks of {block_tokens} tokens are not whole blocks of the kernel's {tokens}")
-    return GroupLayout(tuple(layers), block_tokens // tokens)
+    tokens, own = layers[0].tokens, block_tokens // split
+    if own % tokens:
+        raise Refused(f"blocks of {own} tokens are not whole blocks of the kernel's {tokens}")
+    return GroupLayout(tuple(layers), own // tokens, split=split)
 
 
 def _read_states(caches: Mapping[str, Tensor], names: Sequence[str], state: State) -> GroupLayout:

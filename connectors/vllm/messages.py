@@ -25,8 +25,9 @@ class Load:
     first_names: names of the first block's objects, which tell which column is which.
     holders: incarnation of each node that holds objects, 16 bytes each.
     descriptors: where the objects are, block by block, ``width`` each.
-    block_ids: one list per KV cache group, as long as the number of blocks; NULL_BLOCK where a sliding window
-        or a state needs no block, and nothing is loaded.
+    block_ids: one list per part of a block (group_blocks.py; where all groups are alike that is one per KV
+        cache group), as long as the number of blocks; NULL_BLOCK where a sliding window or a state needs no
+        block, and nothing is loaded.
     """
 
     request_id: str
@@ -38,7 +39,7 @@ class Load:
 
     @property
     def blocks(self) -> int:
-        """Blocks to load in each group."""
+        """Blocks to load."""
         return len(self.block_ids[0])
 
 
@@ -50,7 +51,7 @@ class Save:
     names: of the objects, block by block, ``width`` each.
     parents: for each object the name of the same column one block earlier; zeros in the first block of a
         chain, and of sliding windows and states.
-    block_ids: one list per KV cache group; NULL_BLOCK for a block that is not saved.
+    block_ids: one list per part of a block; NULL_BLOCK for a block that is not saved.
     adapter: files of the LoRA adapter that the names stand for, to be checked when the step was computed:
         vLLM may read them again in any step.
     keep_s: their soft pin in the node's memory, seconds; 0: none.

@@ -7,6 +7,8 @@ with it:
 
     tracked ----a step fills blocks----> held (a job, one reference per block) ----all ranks report----> free
 
+A block of several parts (group_blocks.py) is full when all of them are.
+
 A block that a sliding window has passed before it is saved is not saved: the engine has it no more. Of layers
 with states the snapshots that the step leaves are saved, and no other block (states.py).
 """
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.engine_types import Block, BlockPool, BlockTables, Request, SchedulerOutput
+from moonpool.connectors.vllm.group_blocks import by_part
 from moonpool.connectors.vllm.messages import Save
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.reach import NULL_BLOCK
@@ -206,7 +209,7 @@ class Saves:
         by_group: all blocks of the request, by KV cache group.
         """
         assert self._blocks is not None
-        block_ids = tuple(tuple(ids[first:last]) for ids in by_group)
+        block_ids = by_part(by_group, self._engine_config.splits, first, last)
         null = NULL_BLOCK if self._engine_config.has_windows else None
         blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids if block_id != null]
         if not blocks:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.adapters import Adapters
@@ -29,6 +31,7 @@ from moonpool.connectors.vllm.engine_types import (
     SchedulerOutput,
 )
 from moonpool.connectors.vllm.free_block_wait import FreeBlockWait
+from moonpool.connectors.vllm.group_blocks import by_part, objects_of
 from moonpool.connectors.vllm.item_hashes import ItemHashes
 from moonpool.connectors.vllm.item_names import ItemNames
 from moonpool.connectors.vllm.load_decision import ALWAYS, Choice, LoadDecision, Shares
@@ -47,7 +50,7 @@ from moonpool.connectors.vllm.step_times import StepTimes
 from moonpool.connectors.vllm.tiers import from_network, object_sizes
 from moonpool.connectors.vllm.weight_changes import Change
 from moonpool.core.errors import ConfigError, Error
-from moonpool.core.store.keys import Ranges, chain_seed
+from moonpool.core.store.keys import chain_seed
 
 LOOKUPS_AHEAD_MAX = 64
 HASH_TIMEOUT_S = 1.0  # that a request waits for the hashes of its items
@@ -97,6 +100,7 @@ class SchedulerHalf:
         self._cache_is_old = False  # the engine's own prefix cache may hold KV of weights that are gone
         self._suffixes = b""
         self._roots: Sequence[int] = ()  # columns of windows and states: objects without a parent
+        self._parts: Sequence[tuple[int, int]] = ()  # of each object of a block, see Chain
         self._epoch = b""
         self._requests: dict[str, RequestState] = {}
         self._adapters = adapters
@@ -164,11 +168,14 @@ class SchedulerHalf:
             {ranges for hand in handshakes for ranges in hand.columns},
             key=lambda ranges: (ranges.group, ranges.first_layer, ranges.first_head),
         )
-        self._suffixes = b"".join(map(Ranges.suffix, columns))
+        splits = self._engine_config.splits
+        objects = objects_of(columns, splits)
+        self._suffixes = b"".join(columns[place].suffix() for place, _, _ in objects)
+        self._parts = [(part, count) for _, part, count in objects] if splits else []
         if self._engine_config.has_windows:
-            needs = Needs(columns, self._engine_config.reaches, self._engine_config.block_tokens)
+            needs = Needs(columns, self._engine_config.reaches, self._engine_config.block_tokens, splits)
             self.lookups.needs = needs
-            self._roots = [int(column) for _, own in needs.windows for column in own]
+            self._roots = [int(column) for window in needs.windows for column in window.columns]
         fingerprint = handshakes[0].fingerprint
         if self._decision is not None:
             self._decision.block_bytes = max(hand.bytes_per_block for hand in handshakes)
@@ -176,7 +183,7 @@ class SchedulerHalf:
             "moonpool: blocks of %d tokens, %d bytes in %d objects, fingerprint %s",
             self._engine_config.block_tokens,
             sum(hand.bytes_per_block for hand in handshakes),
-            len(columns),
+            len(objects),
             fingerprint.hex()[:16],
         )
         if self._engine_config.media_refusal:
@@ -403,6 +410,7 @@ class SchedulerHalf:
             self._digest,
             self._roots,
             media,
+            self._parts,
         )
         state = RequestState(request.request_id, chain, switches=self._switches(request))
         self._requests[request.request_id] = state
@@ -586,8 +594,10 @@ class SchedulerHalf:
             self._let_go(state)
         self.handover.unplan(request_id)
         if all(load.request_id != request_id for load in self._loads):
+            ids, splits = blocks.get_block_ids(), self._engine_config.splits
             count = -(-external_tokens // self._engine_config.block_tokens)
-            failed = tuple(tuple(ids[-count:]) for ids in blocks.get_block_ids())
+            last = -(-len(ids[0]) // splits[0]) if splits else len(ids[0])
+            failed = by_part(ids, splits, max(last - count, 0), last)
             self._loads.append(Load(request_id, 0, b"", b"", b"", failed))
 
     def forget(self, request_id: str) -> None:
@@ -669,8 +679,9 @@ class SchedulerHalf:
         if not self._engine_config.has_windows:
             network = remote.mean(axis=1)
             return Shares(1.0 - network, network)
-        needed = object_sizes(descriptors).reshape(blocks, -1) > 0
-        return Shares((needed & ~remote).mean(axis=1), (needed & remote).mean(axis=1))
+        sizes = object_sizes(descriptors).reshape(blocks, -1).astype(np.float64)  # 0: not needed
+        shares = sizes / max(float(sizes.max(axis=0, initial=0.0).sum()), 1.0)
+        return Shares(np.where(remote, 0.0, shares).sum(axis=1), np.where(remote, shares, 0.0).sum(axis=1))
 
     def _plan_load(self, state: RequestState, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
         """The blocks behind those that the engine has itself, as many as it made room for."""
@@ -688,7 +699,7 @@ class SchedulerHalf:
                 first_names=state.chain.names(first, first + 1),
                 holders=hit.holders,
                 descriptors=hit.descriptors[first * unit : (first + blocks) * unit],
-                block_ids=tuple(tuple(ids[first : first + blocks]) for ids in block_ids),
+                block_ids=by_part(block_ids, self._engine_config.splits, first, first + blocks),
             )
         )
 

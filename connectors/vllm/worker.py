@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -25,6 +25,7 @@ from moonpool.connectors.objects import Refused, first_head, holds_first_copy
 from moonpool.connectors.vllm import layout as layouts
 from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.engine_config import EngineConfig
+from moonpool.connectors.vllm.group_blocks import BlockIds, objects_of, part_columns, part_numbers
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.messages import Handshake, Load, LoadTime, Report, Save, Step
 from moonpool.connectors.vllm.metrics import Tally
@@ -59,10 +60,14 @@ REPLACED = "the engine's weights were replaced meanwhile"
 class Memory:
     """The KV memory of this worker, ready for the native threads.
 
-    columns, rows: the objects of a block that it holds, and where their bytes are.
+    columns, rows: what it holds of a block of each group, by objects, and where their bytes are.
     saves: whether it saves them; one of the ranks that hold the same heads does.
     table: the rows as native threads take them.
     device: the same memory on a CUDA device; None: on the host.
+    splits: of each group the parts of a block (group_blocks.py); (): one.
+    objects: all objects of a block, as ``objects_of`` has them.
+    part_numbers, places: of each of ``objects`` its part, counted over all groups, and its place in
+        ``columns``.
     """
 
     columns: tuple[Ranges, ...]
@@ -70,6 +75,26 @@ class Memory:
     saves: bool
     table: KvTable
     device: DeviceMemory | None = None
+    splits: tuple[int, ...] = ()
+    objects: list[tuple[int, int, int]] = field(init=False)
+    part_numbers: Choice = field(init=False)
+    places: Columns = field(init=False)
+
+    def __post_init__(self) -> None:
+        objects = objects_of(self.columns, self.splits)
+        numbers = part_numbers(self.columns, self.splits)
+        object.__setattr__(self, "objects", objects)
+        object.__setattr__(self, "part_numbers", np.array(numbers, np.intp))
+        object.__setattr__(self, "places", np.array([place for place, _, _ in objects], np.uint16))
+
+    def held(self, layout: BlockLayout) -> Held:
+        """The same for hand-overs, which know parts in the place of groups."""
+        layers = layouts.layers_of_columns(layout, self.columns)
+        return Held(
+            part_columns(self.columns, self.splits),
+            [self.rows[place] for place, _, _ in self.objects],
+            [layers[place] for place, _, _ in self.objects],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +226,7 @@ class WorkerHalf:
                     engine_id=self._engine_config.engine_id,
                     fingerprint=fingerprint,
                     spans=layouts.spans(caches),
-                    held=Held(memory.columns, memory.rows, layouts.layers_of_columns(layout, memory.columns)),
+                    held=memory.held(layout),
                     sizes=self._engine_config.sizes,
                     rank=rank,
                     tp_rank=tp_rank,
@@ -500,37 +525,41 @@ class WorkerHalf:
     def _read_memory(self, caches: Mapping[str, Tensor]) -> tuple[Memory, BlockLayout]:
         engine_config = self._engine_config
         layout = layouts.read_layout(
-            caches, engine_config.groups, engine_config.block_tokens, engine_config.states
+            caches,
+            engine_config.groups,
+            engine_config.block_tokens,
+            engine_config.states,
+            engine_config.splits,
         )
         tp_rank, _ = self._ranks()
-        first, saves = self._heads(layout, tp_rank)
-        columns = layouts.object_ranges(
-            layout, kv_heads=engine_config.kv_heads, first_head=first, tp_rank=tp_rank
-        )
-        rows = layouts.all_rows(layout, columns, first_head=first)
+        kv_heads = layouts.heads_of_groups(layout, engine_config.kv_heads, engine_config.tp_size)
+        first_heads, saves = self._heads(layout, kv_heads, tp_rank)
+        columns = layouts.object_ranges(layout, kv_heads=kv_heads, first_heads=first_heads, tp_rank=tp_rank)
+        rows = layouts.all_rows(layout, columns, first_heads=first_heads)
         if layout.device is None:
-            return Memory(columns, rows, saves, _native.PartTable(rows)), layout
+            table = _native.PartTable(rows)
+            return Memory(columns, rows, saves, table, splits=engine_config.splits), layout
         if self._open_device is None:
             raise Refused("the KV cache lies on a CUDA device, and this worker copies host memory only")
         device = self._open_device(layout, rows)
-        return Memory(columns, rows, saves, device.kv, device), layout
+        return Memory(columns, rows, saves, device.kv, device, engine_config.splits), layout
 
-    def _heads(self, layout: BlockLayout, tp_rank: int) -> tuple[int, bool]:
-        """(number of this rank's first KV head in the whole model, whether the rank saves what it has).
-        Raises Refused."""
-        kv_heads, tp_size = self._engine_config.kv_heads, self._engine_config.tp_size
-        counts = {group.heads for group in layout.groups if group.state is None}
-        if not counts:
-            return 0, True
-        if len(counts) > 1:
-            raise Refused("the model's KV cache groups differ in heads")
-        (heads,) = counts
-        if self._engine_config.has_states and heads * tp_size != kv_heads:
-            raise Refused("states are not stored yet where several ranks hold the same KV heads")
-        return (
-            first_head(kv_heads, heads, tp_rank, tp_size),
-            holds_first_copy(kv_heads, heads, tp_rank, tp_size),
-        )
+    def _heads(self, layout: BlockLayout, kv_heads: Sequence[int], tp_rank: int) -> tuple[list[int], bool]:
+        """(of each group the number of this rank's first KV head in the whole model, whether the rank saves
+        what it has). Raises Refused.
+
+        kv_heads: of each group, in the whole model.
+        """
+        tp_size, first_heads, saves = self._engine_config.tp_size, [], True
+        for group, total in zip(layout.groups, kv_heads, strict=True):
+            if group.state is not None:
+                first_heads.append(0)
+                continue
+            if self._engine_config.has_states and group.heads * tp_size != total:
+                raise Refused("states are not stored yet where several ranks hold the same KV heads")
+            first_heads.append(first_head(total, group.heads, tp_rank, tp_size))
+            saves = saves and holds_first_copy(total, group.heads, tp_rank, tp_size)
+        return first_heads, saves
 
     def _pool(self) -> Pool | None:
         return None if self._node is None else self._node.client
@@ -587,19 +616,19 @@ class WorkerHalf:
         suffixes = [names[unit * column + DIGEST_BYTES : unit * (column + 1)] for column in range(width)]
         key = b"".join(suffixes)
         if key not in self._choices:
-            wanted = [suffixes.index(ranges.suffix()) for ranges in self._memory.columns]
+            columns = self._memory.columns
+            starts = [suffixes.index(ranges.suffix()) for ranges in columns]
+            wanted = [starts[place] + part for place, part, _ in self._memory.objects]
             self._choices[key] = None if wanted == list(range(width)) else np.array(wanted, np.intp)
         return self._choices[key]
 
-    def _places(self, block_ids: Sequence[Sequence[int]]) -> tuple[Indices, Columns, Wanted | None]:
+    def _places(self, block_ids: BlockIds) -> tuple[Indices, Columns, Wanted | None]:
         """(block id, column) of each object of these blocks, block by block, without those of null blocks;
         and which of all those objects they are, None: all."""
         assert self._memory is not None
-        columns = self._memory.columns
-        by_group = np.array(block_ids, np.uint32)
-        groups = np.array([ranges.group for ranges in columns], np.intp)
-        indices = np.ascontiguousarray(by_group[groups].T).reshape(-1)
-        places = np.tile(np.arange(len(columns), dtype=np.uint16), by_group.shape[1])
+        by_part = np.array(block_ids, np.uint32)
+        indices = np.ascontiguousarray(by_part[self._memory.part_numbers].T).reshape(-1)
+        places = np.tile(self._memory.places, by_part.shape[1])
         if not self._engine_config.has_windows:
             return indices, places, None
         wanted = indices != NULL_BLOCK

@@ -11,14 +11,16 @@ A request whose hand-over is OVER goes on like any other: with the blocks here, 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.engine_types import Request
+from moonpool.connectors.vllm.group_blocks import by_part
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd import kv_transfer_params
-from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, Source, blocks_for, slice_blocks
+from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, Source, blocks_for
 from moonpool.connectors.vllm.pd.rank_pairs import Sizes, prefill_sizes
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Pull, Refuse
 
@@ -66,6 +68,7 @@ class ConsumerScheduler:
         block_tokens: int,
         token: bytes,
         tally: Tally,
+        splits: Sequence[int] = (),
     ) -> None:
         """fingerprint: of this engine's KV, 32 bytes.
         sizes: how many workers this engine has.
@@ -73,12 +76,14 @@ class ConsumerScheduler:
         block_tokens: tokens per block.
         token: the cluster token, with which offers are signed.
         tally: counts.
+        splits: of each KV cache group the parts of a block (group_blocks.py); (): one.
         """
         self._fingerprint = fingerprint
         self._token = token
         self._sizes = sizes
         self._taker = taker
         self._block_tokens = block_tokens
+        self._splits = splits
         self._tally = tally
         self._requests: dict[str, AwaitedRequest] = {}
         self._holds: list[Hold] = []
@@ -154,7 +159,7 @@ class ConsumerScheduler:
             return False
         last = blocks_for(request.num_prompt_tokens, self._block_tokens)
         first = (request.num_prompt_tokens - 1 - external_tokens) // self._block_tokens
-        pull = Pull(request.request_id, first, slice_blocks(block_ids, first, last))
+        pull = Pull(request.request_id, first, by_part(block_ids, self._splits, first, last))
         awaited.phase, awaited.first, awaited.blocks, awaited.good = (
             Phase.PULLING,
             first,

@@ -103,6 +103,7 @@ class Handover:
             self.producer = ProducerScheduler(
                 identity,
                 reaches=engine_config.reaches,
+                splits=engine_config.splits,
                 silence_s=self._settings.lease_s,
                 tally=self._tally,
                 log=self._log,
@@ -119,6 +120,7 @@ class Handover:
                 sizes=engine_config.sizes,
                 taker=ranks[0],
                 block_tokens=engine_config.block_tokens,
+                splits=engine_config.splits,
                 token=token,
                 tally=self._tally,
             )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from moonpool.connectors.vllm.engine_types import BlockPool, BlockTables, Request, SchedulerOutput
+from moonpool.connectors.vllm.group_blocks import by_part
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd import kv_transfer_params
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, blocks_for, slice_blocks
@@ -81,15 +82,19 @@ class ProducerScheduler:
         identity: Identity,
         *,
         reaches: Sequence[Reach] = (),
+        splits: Sequence[int] = (),
         silence_s: float,
         tally: Tally,
         log: logging.Logger,
         clock: Callable[[], float],
     ) -> None:
-        """reaches: how far back each KV cache group looks; (): all of them at everything."""
+        """reaches: how far back each KV cache group looks; (): all of them at everything.
+        splits: of each the parts of a block (group_blocks.py); (): one.
+        """
         self._identity = identity
         self._reaches = reaches
-        self._has_windows = not all(reach.is_full for reach in reaches)
+        self._splits = splits
+        self._has_windows = bool(splits) or not all(reach.is_full for reach in reaches)
         self._tables: BlockTables | None = None
         self._tally = tally
         self._log = log
@@ -304,7 +309,7 @@ class ProducerScheduler:
         self._hold(produced.lease, produced.kept)
 
     def _blocks_of(self, produced: ProducedRequest, first: int, last: int) -> kv_transfer_params.BlockIds:
-        """The ids of blocks [first, last) of each group; NULL_BLOCK for those that decode does not need, as
+        """The ids of blocks [first, last) by their parts; NULL_BLOCK for those that decode does not need, as
         it computes the last token only. (): one that it needs is gone."""
         if not self._has_windows:
             return slice_blocks(produced.block_ids, first, last)
@@ -313,14 +318,15 @@ class ProducerScheduler:
         computed = np.array(produced.request.num_prompt_tokens - 1)
         groups = []
         tables = self._tables.get_block_ids(produced.request.request_id)
-        for reach, ids in zip(self._reaches, tables, strict=True):
-            needed = int(reach.first_token(computed)) // self._identity.block_tokens
-            wanted = tuple(ids[max(first, needed) : last])
-            unwanted = (NULL_BLOCK,) * (min(max(needed, first), last) - first)
-            if NULL_BLOCK in wanted or len(unwanted) + len(wanted) != last - first:
+        splits = self._splits or (1,) * len(self._reaches)
+        for reach, ids, split in zip(self._reaches, tables, splits, strict=True):
+            size = self._identity.block_tokens // split
+            start = max(int(reach.first_token(computed)) // size, first * split)
+            needed = range(start, min(-(-int(computed) // size), last * split))
+            if needed and (needed.stop > len(ids) or NULL_BLOCK in ids[needed.start : needed.stop]):
                 return ()
-            groups.append(unwanted + wanted)
-        return tuple(groups)
+            groups.append([ids[at] if at in needed else NULL_BLOCK for at in range(last * split)])
+        return by_part(groups, splits, first, last)
 
     def _restart(self, produced: ProducedRequest) -> None:
         """Opens a new lease under the same transfer: after a preemption the blocks are others."""

@@ -106,7 +106,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.30 or newer" in refusal(keep, *two)
     monkeypatch.setattr(compat, "TransferResults", object)
     assert refusal(keep, *two) == ""
-    assert "different sizes" in refusal(keep, group(), group(FullAttentionSpec(block_size=8)))
+    unlike = read_engine_config(config(), kv_cache(group(), group(FullAttentionSpec(block_size=8))))
+    assert (unlike.refusal, unlike.block_tokens, unlike.splits) == ("", 8, (2, 1))
     assert "decode_context_parallel_size" in refusal(
         lambda one: setattr(one.parallel_config, "decode_context_parallel_size", 2)
     )
@@ -207,7 +208,7 @@ def test_states(monkeypatch: pytest.MonkeyPatch) -> None:
     unlike = {"layers.0": states(), "layers.1": states(shapes=((4, 8),))}
     nested = SimpleNamespace(block_size=4, kv_cache_specs=unlike)
     assert "states of different shapes or types" in refusal(keep, group(nested))
-    assert "different sizes" in refusal(keep, group(), group(states(block_size=8)))
+    assert "another number of tokens" in refusal(keep, group(), group(states(block_size=8)))
 
 
 def test_engines_that_cannot_continue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_layers_are_ordered_by_number() -> None:
     tensors = dict(zip(names, caches("LBHNC")[0].values(), strict=True))
     layout = read_layout(tensors, [names], TOKENS)
     assert [layer.number for layer in layout.groups[0].layers] == [2, 9, 10]
-    assert object_ranges(layout, kv_heads=HEADS, first_head=0)[0] == Ranges(0, 0, 1, 2, 9)
+    assert object_ranges(layout, kv_heads=[HEADS], first_heads=[0])[0] == Ranges(0, 0, 1, 2, 9)
 
 
 def test_latent_attention_has_one_head() -> None:
@@ -113,7 +113,7 @@ def test_ranks_together_hold_what_one_rank_holds(kv_heads: int, size: int) -> No
         local = kv_heads // ranks
         layout = read_layout(caches("LBHNC", local)[0], [NAMES], TOKENS)
         return list(
-            object_ranges(layout, kv_heads=kv_heads, first_head=first_head(kv_heads, local, rank, ranks))
+            object_ranges(layout, kv_heads=[kv_heads], first_heads=[first_head(kv_heads, local, rank, ranks)])
         )
 
     together = [ranges for rank in range(size) for ranges in columns(rank, size)]
@@ -145,4 +145,4 @@ def test_too_many_rows_are_refused() -> None:
     }
     layout = read_layout(tensors, [list(tensors)], 4096)
     with pytest.raises(Refused, match="HND"):
-        all_rows(layout, [Ranges(0, 0, 1, 0, 2)], first_head=0)
+        all_rows(layout, [Ranges(0, 0, 1, 0, 2)], first_heads=[0])

@@ -82,8 +82,8 @@ def rank_memory(
         kv[:] = content[layers.start : layers.stop, :, first : first + local]
     caches = {f"layers.{number}": FakeTensor(kv[number - layers.start], memory) for number in layers}
     read = read_layout(caches, (tuple(caches),), shape.tokens)
-    columns = object_ranges(read, kv_heads=kv_heads, first_head=first)
-    rows = all_rows(read, columns, first_head=first)
+    columns = object_ranges(read, kv_heads=[kv_heads], first_heads=[first])
+    rows = all_rows(read, columns, first_heads=[first])
     held = Held(columns, rows, layers_of_columns(read, columns))
     return RankMemory(kv, memory, heads, layers, held, spans(caches))
 

@@ -117,8 +117,8 @@ def world(
         array = CardArray(array.address, kv)
         caches = {layer: CardTensor(array, number) for number, layer in enumerate(LAYERS)}
     layout = read_layout(caches, (LAYERS,), TOKENS)
-    columns = object_ranges(layout, kv_heads=HEADS, first_head=0)
-    rows = all_rows(layout, columns, first_head=0)
+    columns = object_ranges(layout, kv_heads=[HEADS], first_heads=[0])
+    rows = all_rows(layout, columns, first_heads=[0])
     device = None
     if card is not None:
         device = DeviceMemory(
