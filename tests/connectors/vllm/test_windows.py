@@ -3,6 +3,7 @@ layers look at, and answers as it does alone."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,27 +26,73 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 BLOCK = 32  # tokens
 WINDOW = 64
 KV_HEADS, HEAD_SIZE = 2, 32
-BLOCK_BYTES = 2 * KV_HEADS * HEAD_SIZE * 4 * BLOCK  # of one layer: K and V in float32
+TOKEN_BYTES = 2 * KV_HEADS * HEAD_SIZE * 4  # of one layer: K and V in float32
+BLOCK_BYTES = TOKEN_BYTES * BLOCK
 TOKENS = 8
 CHUNKS = {"max_num_batched_tokens": 96}  # prompts of several steps, in which the window moves on
 SIZE = {**LLAMA, "head_dim": HEAD_SIZE, "sliding_window": WINDOW}
 SLIDING, WHOLE = "sliding_attention", "full_attention"
 GEMMA = {**SIZE, "num_hidden_layers": 4, "query_pre_attn_scalar": HEAD_SIZE, "tie_word_embeddings": True}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("gemma3_text", {**GEMMA, "layer_types": [SLIDING, SLIDING, SLIDING, WHOLE]}),
-    "gemma2": ("gemma2", {**GEMMA, "layer_types": [SLIDING, WHOLE] * 2}),
-    "mistral": ("mistral", SIZE),
-    "gpt_oss": (
+THREE_OF_FOUR = {"layer_types": [SLIDING, SLIDING, SLIDING, WHOLE]}
+GEMMA4 = {**GEMMA, **THREE_OF_FOUR, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 260}
+GEMMA4 |= {"global_head_dim": 2 * HEAD_SIZE}
+ONE_HEAD = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+
+
+@dataclass(frozen=True)
+class Model:
+    """full, sliding: the layers that look at everything, and those with a window. blocks, bytes: tokens of a
+    block, and bytes of a token and layer, of the full layers and of the others."""
+
+    kind: str
+    config: dict[str, Any]
+    full: tuple[int, ...]
+    sliding: tuple[int, ...]
+    window: int = WINDOW
+    blocks: tuple[int, int] = (BLOCK, BLOCK)
+    bytes: tuple[int, int] = (TOKEN_BYTES, TOKEN_BYTES)
+
+    @property
+    def hits(self) -> int:
+        """Tokens of which hits are multiples."""
+        return math.lcm(*self.blocks)
+
+    def cut(self, tokens: int) -> int:
+        """The longest hit of a prompt of so many tokens."""
+        return (tokens - 1) // self.hits * self.hits
+
+
+MODELS: dict[str, Model] = {
+    "gemma3": Model("gemma3_text", {**GEMMA, **THREE_OF_FOUR}, (3,), (0, 1, 2)),
+    "gemma2": Model("gemma2", {**GEMMA, "layer_types": [SLIDING, WHOLE] * 2}, (1, 3), (0, 2)),
+    "mistral": Model("mistral", SIZE, (), (0, 1, 2)),
+    "gpt_oss": Model(
         "gpt_oss",
         {**SIZE, "layer_types": [SLIDING, WHOLE, SLIDING], "num_local_experts": 4, "num_experts_per_tok": 2},
+        (1,),
+        (0, 2),
     ),
-}
-# The layers that look at everything, and those with a window.
-LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "gemma3": ((3,), (0, 1, 2)),
-    "gemma2": ((1, 3), (0, 2)),
-    "mistral": ((), (0, 1, 2)),
-    "gpt_oss": ((1,), (0, 2)),
+    # The full layers' heads are twice as large: vLLM gives the others blocks of twice the tokens.
+    "gemma4": Model(
+        "gemma4_text",
+        GEMMA4,
+        (3,),
+        (0, 1, 2),
+        blocks=(BLOCK, 2 * BLOCK),
+        bytes=(2 * TOKEN_BYTES, TOKEN_BYTES),
+    ),
+    # One full head of twice the size: blocks are alike, and the groups have unlike numbers of heads.
+    "gemma4_heads": Model("gemma4_text", {**GEMMA4, **ONE_HEAD}, (3,), (0, 1, 2)),
+    # Unlike heads, and the full layers' blocks have twice the tokens; a window needs half of such a block.
+    "gemma4_both": Model(
+        "gemma4_text",
+        {**GEMMA4, **ONE_HEAD, "num_key_value_heads": 4, "sliding_window": BLOCK},
+        (3,),
+        (0, 1, 2),
+        window=BLOCK,
+        blocks=(2 * BLOCK, BLOCK),
+        bytes=(TOKEN_BYTES, 2 * TOKEN_BYTES),
+    ),
 }
 
 
@@ -55,9 +102,8 @@ class Engines:
     folder: Path
 
     def model(self, name: str) -> Path:
-        kind, config = MODELS[name]
-        path = self.folder / name
-        self.bed.call("make_model", path=str(path), kind=kind, config=config)
+        path, model = self.folder / name, MODELS[name]
+        self.bed.call("make_model", path=str(path), kind=model.kind, config=model.config)
         return path
 
     def run(self, model: str, prompts: list[list[int]], *, pool: bool, **args: Any) -> dict[str, Any]:
@@ -74,12 +120,13 @@ def engines(vllm_python: str) -> Iterator[Engines]:
         yield Engines(bed, folder)
 
 
-def needed_bytes(model: str, tokens: int, local: int = 0) -> int:
-    """What the layers of a model look at in the blocks of so many tokens, without those that are local."""
+def needed_bytes(model: Model, tokens: int, local: int = 0) -> int:
+    """What the layers of a model look at in so many tokens, without those that are local."""
     total = 0
-    for layers, reach in zip(LAYERS[model], (FULL, Reach(window=WINDOW)), strict=True):
-        first = int(reach.first_block(np.array(tokens // BLOCK), BLOCK))
-        total += len(layers) * BLOCK_BYTES * (tokens // BLOCK - max(first, local // BLOCK))
+    kinds = zip((model.full, model.sliding), (FULL, Reach(window=model.window)), strict=True)
+    for (layers, reach), block, token_bytes in zip(kinds, model.blocks, model.bytes, strict=True):
+        first = int(reach.first_block(np.array(tokens // block), block)) * block
+        total += len(layers) * token_bytes * (tokens - max(first, local))
     return total
 
 
@@ -90,54 +137,66 @@ class Objects(NodeObjects):
         super().__init__(runtime, mark, BLOCK)
         self._full_layers = full_layers
 
-    def one(self, prompt: list[int], block: int, *, window: bool) -> bytes:
-        """The last object of a block, in a group of layers with a window or in the other."""
-        first_layers = self.of_block(prompt, block)
+    def one(self, prompt: list[int], end: int, *, window: bool) -> bytes:
+        """The last object of a block that ends behind so many tokens, in a group of layers with a window or
+        in the other."""
+        first_layers = self.of_block(prompt, end // BLOCK - 1)
         return max(name for name in first_layers if (first_layers[name] not in self._full_layers) == window)
 
 
-def check_model(engines: Engines, model: str, seed: int, **args: Any) -> None:
-    prompts = [make_prompt(seed + length, length) for length in (31, 63, 64, 65, 1000)]
+def check_model(engines: Engines, name: str, seed: int, **args: Any) -> None:
+    model = MODELS[name]
+    lengths = (31, 63, 64, 65, 1000)
+    prompts = [make_prompt(seed + length, length) for length in lengths]
     longest = prompts[-1]
     branch = longest[:330] + make_prompt(seed + 1, 200)
-    lost, short, cut = (make_prompt(seed + 10 * number, 300) for number in (1, 2, 3))
-    first = engines.run(model, [*prompts, lost, short, cut], pool=True, **args)
+    lost, gap, short, cut = (make_prompt(seed + 10 * number, 300) for number in (1, 2, 3, 4))
+    first = engines.run(name, [*prompts, lost, gap, short, cut], pool=True, **args)
     assert first["refusal"] == ""
-    full, _ = LAYERS[model]
-    objects = Objects(engines.folder / "run", first["mark"], full)
-    objects.remove(objects.one(lost, 8, window=True))  # the last of 9 blocks that can be loaded
-    objects.shorten(objects.one(short, 8, window=True))
-    objects.shorten(objects.one(cut, 8, window=not full))
+    last = model.cut(300)
+    before, full_block = last - model.hits, model.blocks[0]
+    objects = Objects(engines.folder / "run", first["mark"], model.full)
+    objects.remove(objects.one(lost, last, window=True))
+    objects.remove(objects.one(gap, before + full_block if model.full else last, window=not model.full))
+    objects.shorten(objects.one(short, last, window=True))
+    objects.shorten(objects.one(cut, last, window=not model.full))
     objects.close()
 
-    asked = [branch, longest[:650], *prompts, lost, short, cut]
-    second = engines.run(model, asked, pool=True, **args)
+    asked = [branch, longest[:650], *prompts, lost, gap, short, cut]
+    second = engines.run(name, asked, pool=True, **args)
 
     assert second["mark"] == first["mark"]
     taken = [(each["pool"], each["local"]) for each in second["outputs"]]
-    assert [pool + local for pool, local in taken] == [320, 640, 0, 32, 32, 64, 992, 256, 0, 0]
-    assert taken[6] == (352, 640)  # it had the beginning itself
-    assert [each["errors"] > 0 for each in second["outputs"]] == [False] * 8 + [True] * 2
+    found = [320, 640, *map(model.cut, lengths), before, before, 0, 0]
+    assert [pool + local for pool, local in taken] == found
+    assert taken[6] == (model.cut(1000) - 640, 640)  # it had the beginning itself
+    assert [each["errors"] > 0 for each in second["outputs"]] == [False] * 9 + [True] * 2
     need = sum(needed_bytes(model, pool + local, local) for pool, local in taken)
-    failed = 2 * needed_bytes(model, 288)
+    failed = 2 * needed_bytes(model, last)
     assert need <= second["loaded_bytes"] <= 1.1 * (need + failed)
-    alone = engines.run(model, asked, pool=False, **args)
+    alone = engines.run(name, asked, pool=False, **args)
     assert_equal(second["outputs"], alone["outputs"])
     assert_equal(first["outputs"], alone["outputs"][2:])
 
 
 def test_full_and_window_layers(engines: Engines, rng: Any) -> None:
     check_model(engines, "gemma3", rng.randrange(1 << 30))
+    check_model(engines, "gemma3", rng.randrange(1 << 30))
+
+
+def test_groups_with_unlike_blocks(engines: Engines, rng: Any) -> None:
+    check_model(engines, "gemma4", rng.randrange(1 << 30))
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "gemma3"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("gemma3", "gemma4")])
 def test_other_models(engines: Engines, rng: Any, model: str) -> None:
     check_model(engines, model, rng.randrange(1 << 30))
 
 
 @pytest.mark.heavy
-def test_preemptions(engines: Engines, rng: Any) -> None:
+@pytest.mark.parametrize("model", ["gemma2", "gemma4"])
+def test_preemptions(engines: Engines, rng: Any, model: str) -> None:
     """With a KV cache that is too small for all answers, requests are preempted and ask the pool again."""
     prompts = [make_prompt(rng.randrange(1 << 30), 100) for _ in range(6)]
     options = {"lease_s": 6.0, "compute_if_faster": False, "save_decode": True}
@@ -146,20 +205,25 @@ def test_preemptions(engines: Engines, rng: Any) -> None:
         "kv_transfer_config": {**KV_CONFIG, "kv_connector_extra_config": options},
         "max_tokens": 250,
     }
-    alone = engines.run("gemma2", prompts, pool=False, max_tokens=250)
+    alone = engines.run(model, prompts, pool=False, max_tokens=250)
     for _ in range(2):
-        answer = engines.run("gemma2", prompts, pool=True, together=True, max_model_len=600, **small)
+        answer = engines.run(model, prompts, pool=True, together=True, max_model_len=600, **small)
         assert answer["preemptions"] > 0
         assert_equal(answer["outputs"], alone["outputs"])
     assert sum(each["pool"] for each in answer["outputs"]) > 0
 
 
 @pytest.mark.heavy
-def test_aborts(engines: Engines, vllm_python: str, rng: Any) -> None:
+@pytest.mark.parametrize("model", ["gemma3", "gemma4"])
+def test_aborts(engines: Engines, vllm_python: str, rng: Any, model: str) -> None:
     prompts = [make_prompt(rng.randrange(1 << 30), 700) for _ in range(4)]
     config = {"kv_transfer_config": KV_CONFIG, "max_num_batched_tokens": 96, "skip_tokenizer_init": True}
     engine = Engine(
-        vllm_python, engines.model("gemma3"), engines.folder / "run", engines.folder / "aborts", **config
+        vllm_python,
+        engines.model(model),
+        engines.folder / "run",
+        engines.folder / f"aborts-{model}",
+        **config,
     )
     try:
         first = tokens_of(engine.call("generate", prompts=prompts))
@@ -169,7 +233,7 @@ def test_aborts(engines: Engines, vllm_python: str, rng: Any) -> None:
             answer = engine.call("generate", prompts=prompts, abort=[1, 2], abort_when=stage)
             tokens = tokens_of(answer)
             assert (tokens[0], tokens[3]) == (first[0], first[3])
-            assert answer["outputs"][0]["pool"]["pool_tokens"] == 672
+            assert answer["outputs"][0]["pool"]["pool_tokens"] == MODELS[model].cut(700)
             left = engine.call("drain")
             assert all(count == 0 for count in left.values()), (stage, left)
     finally:
@@ -179,7 +243,10 @@ def test_aborts(engines: Engines, vllm_python: str, rng: Any) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("model", "prefill_ranks", "decode_ranks"),
-    [("gemma3", 1, 1), ("mistral", 1, 1), ("gemma3", 2, 1), ("gemma3", 1, 2)],
+    [
+        *(("gemma3", 1, 1), ("mistral", 1, 1), ("gemma3", 2, 1), ("gemma3", 1, 2)),
+        *(("gemma4", 1, 1), ("gemma4_both", 1, 1), ("gemma4", 2, 1)),
+    ],
 )
 def test_hand_overs(
     engines: Engines, vllm_python: str, rng: Any, model: str, prefill_ranks: int, decode_ranks: int
