@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 
+from moonpool.connectors.vllm.group_blocks import objects_of
 from moonpool.connectors.vllm.reach import FULL, Reach
 from moonpool.connectors.vllm.requests import Chain, Needs, PrefixSearch, Want
 from moonpool.connectors.vllm.requests import prefix_search as searches
-from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, block_digests, block_name
 from tests.connectors.vllm.fakes import BLOCK_TOKENS, digest
 
 MIXED = (FULL, Reach(window=9), Reach(chunk=20))  # of blocks of 4 tokens: all, the last 2, those of a chunk
@@ -18,36 +19,40 @@ WINDOWS = (Reach(window=10), Reach(window=4))  # the last 3, the last 1
 BLOCKS = 24
 
 
-def needs(reaches: tuple[Reach, ...]) -> Needs:
-    """Two objects of each group."""
-    columns = [Ranges(group, head, 1, 0, 2) for group in range(len(reaches)) for head in (0, 1)]
-    return Needs(columns, reaches, BLOCK_TOKENS)
+def columns_of(groups: int) -> list[Ranges]:
+    """Two of each group."""
+    return [Ranges(group, head, 1, 0, 2) for group in range(groups) for head in (0, 1)]
 
 
-def chain(width: int) -> Chain:
-    suffixes = b"".join(Ranges(column // 2, column % 2, 1, 0, 2).suffix() for column in range(width))
-    made = Chain(BLOCK_TOKENS, suffixes, b"", digest)
+def needs(reaches: tuple[Reach, ...], splits: tuple[int, ...] = ()) -> Needs:
+    return Needs(columns_of(len(reaches)), reaches, BLOCK_TOKENS, splits)
+
+
+def chain(groups: int, splits: tuple[int, ...] = ()) -> Chain:
+    columns = columns_of(groups)
+    objects = objects_of(columns, splits)
+    suffixes = b"".join(columns[place].suffix() for place, _, _ in objects)
+    made = Chain(BLOCK_TOKENS, suffixes, b"", digest, parts=[(part, count) for _, part, count in objects])
     made.extend(list(range(BLOCKS * BLOCK_TOKENS)))
     return made
 
 
-def first_needed(reach: Reach, blocks: int) -> int:
+def first_needed(reach: Reach, tokens: int, block_tokens: int) -> int:
     """As vLLM's managers say it: tokens that are skipped, in whole blocks."""
-    tokens = blocks * BLOCK_TOKENS
     if reach.window:
-        return max(0, tokens - reach.window + 1) // BLOCK_TOKENS
+        return max(0, tokens - reach.window + 1) // block_tokens
     if reach.chunk:
-        return tokens // reach.chunk * reach.chunk // BLOCK_TOKENS
+        return tokens // reach.chunk * reach.chunk // block_tokens
     return 0
 
 
-def needed(reaches: tuple[Reach, ...], blocks: int) -> set[tuple[int, int]]:
-    return {
-        (block, column)
-        for group, reach in enumerate(reaches)
-        for block in range(first_needed(reach, blocks), blocks)
-        for column in (2 * group, 2 * group + 1)
-    }
+def needed(reaches: tuple[Reach, ...], blocks: int, splits: tuple[int, ...] = ()) -> set[tuple[int, int]]:
+    """(block, place of the object in it) of what a prefix of so many blocks needs."""
+    result = set()
+    for place, (column, part, count) in enumerate(objects_of(columns_of(len(reaches)), splits)):
+        first = first_needed(reaches[column // 2], blocks * BLOCK_TOKENS, BLOCK_TOKENS // count)
+        result |= {(block, place) for block in range(blocks) if block * count + part >= first}
+    return result
 
 
 def split(names: bytes) -> list[bytes]:
@@ -80,32 +85,48 @@ class Store:
         return set()
 
 
-@pytest.mark.parametrize("reaches", [MIXED, WINDOWS, (Reach(window=9),), (FULL, Reach(window=1000))])
-def test_the_longest_length_that_all_groups_can_continue(reaches: tuple[Reach, ...]) -> None:
-    source, width = random.Random(5), 2 * len(reaches)
-    one, hits = chain(width), 0
+@pytest.mark.parametrize(
+    ("reaches", "splits"),
+    [
+        *((MIXED, ()), (WINDOWS, ()), ((Reach(window=9),), ()), ((FULL, Reach(window=1000)), ())),
+        *((MIXED, (1, 2, 4)), (MIXED, (4, 1, 2)), (WINDOWS, (4, 1)), ((FULL, FULL), (2, 1))),
+    ],
+)
+def test_the_longest_length_that_all_groups_can_continue(
+    reaches: tuple[Reach, ...], splits: tuple[int, ...]
+) -> None:
+    source = random.Random(5)
+    one, hits = chain(len(reaches), splits), 0
+    objects = objects_of(columns_of(len(reaches)), splits)
+    width = one.width
     for _ in range(300):
         has = {(block, column) for block in range(BLOCKS) for column in range(width)}
         whole = source.random() < 0.8  # a block of a group is there or not; else its objects apart
         for _ in range(source.randrange(6)):
             block, group = source.randrange(BLOCKS), source.randrange(len(reaches))
-            has -= {(block, 2 * group), (block, 2 * group + (1 if whole else 0))}
+            part = source.randrange(splits[group] if splits else 1)
+            heads = (0, 1) if whole else (0,)
+            has -= {(block, objects.index((2 * group + head, part, _count(splits, group)))) for head in heads}
         limit = source.randrange(1, BLOCKS + 1)
-        longest = max(blocks for blocks in range(limit + 1) if needed(reaches, blocks) <= has)
-        store, search = Store(one, has), PrefixSearch(needs(reaches), one, limit)
+        longest = max(blocks for blocks in range(limit + 1) if needed(reaches, blocks, splits) <= has)
+        store, search = Store(one, has), PrefixSearch(needs(reaches, splits), one, limit)
 
         pinned = store.answer(search)
 
-        if not needed(reaches, longest):  # a chunk begins there: nothing is to be loaded
+        if not needed(reaches, longest, splits):  # a chunk begins there: nothing is to be loaded
             continue
         assert search.blocks == longest
-        assert pinned == needed(reaches, longest)
+        assert pinned == needed(reaches, longest, splits)
         hits += longest > 0
     assert hits > 100
 
 
+def _count(splits: tuple[int, ...], group: int) -> int:
+    return splits[group] if splits else 1
+
+
 def test_one_query_where_all_is_there_and_two_where_nothing_is() -> None:
-    one = chain(4)
+    one = chain(2)
     everything = {(block, column) for block in range(BLOCKS) for column in range(4)}
     store = Store(one, everything)
     store.answer(PrefixSearch(needs(MIXED[:2]), one, BLOCKS))
@@ -120,7 +141,7 @@ def test_one_query_where_all_is_there_and_two_where_nothing_is() -> None:
 
 def test_a_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """One object stands for its block, and each time another object of the block is not there."""
-    one = chain(4)
+    one = chain(2)
     has = {(block, column) for block in range(BLOCKS) for column in (0, 1, 2)}
     store, search = Store(one, has), PrefixSearch(needs(MIXED[:2]), one, BLOCKS)
     assert store.answer(search) == set()
@@ -134,7 +155,7 @@ def test_a_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_descriptors_stand_where_their_blocks_do() -> None:
-    one = chain(4)
+    one = chain(2)
     search = PrefixSearch(needs(MIXED[:2]), one, 6)
     count = len(split(search.names()))
     assert search.found(count)
@@ -154,3 +175,23 @@ def test_roots_have_no_parents() -> None:
     assert one.parents(0, 2) == nothing + nothing + first + nothing
     assert one.parents(1, 3) == first + nothing + second + nothing
     assert third[:DIGEST_BYTES] == one.names(2, 3)[BLOCK_NAME_BYTES:][:DIGEST_BYTES]
+
+
+def test_the_object_of_a_part_is_named_by_the_tokens_up_to_its_end() -> None:
+    """Of groups with blocks of 4, 2 and 1 tokens."""
+    one, splits = chain(3, (1, 2, 4)), (1, 2, 4)
+    digests = block_digests(list(range(BLOCKS * BLOCK_TOKENS)), 1)
+    columns = columns_of(3)
+    expected, parents = [], []
+    for block in (1, 2):
+        for place, part, count in objects_of(columns, splits):
+            size = BLOCK_TOKENS // count
+            end = block * BLOCK_TOKENS + (part + 1) * size
+            expected.append(block_name(digests[end - 1], columns[place]))
+            parents.append(block_name(digests[end - size - 1], columns[place]))
+    assert split(one.names(1, 3)) == expected
+    assert split(one.parents(1, 3)) == parents
+    first = split(one.parents(0, 1))
+    assert [parent == bytes(BLOCK_NAME_BYTES) for parent in first] == [
+        part == 0 for _, part, _ in objects_of(columns, splits)
+    ]

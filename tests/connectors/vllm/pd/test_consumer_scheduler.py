@@ -16,6 +16,7 @@ from moonpool.connectors.vllm.item_names import ItemNames
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Step
 from moonpool.connectors.vllm.pd.kv_transfer_params import Meeting, Offer, answer_of, parse_decode
 from moonpool.connectors.vllm.pd.step_plan import Hold, Pull
+from moonpool.connectors.vllm.reach import FULL, Reach
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.weight_changes import Change
@@ -122,6 +123,20 @@ def test_what_is_lacking_is_pulled(source: Offer | Meeting) -> None:
     assert step.handover is not None
     assert step.handover.drops == ("r",)
     assert one.build_step(FakeStep()) is NOTHING
+
+
+def test_of_blocks_with_parts_those_are_pulled_that_there_is_room_for() -> None:
+    """A window's own blocks have half of the tokens of a block, and of 17 tokens there are nine."""
+    one = half(
+        groups=(("layers.0",), ("layers.1",)), reaches=(FULL, Reach(window=4)), splits=(1, 2), kv_heads=2
+    )
+    asked = request(offer(blocks=(tuple(range(50, 55)),) * 3))
+    one.arrived(asked)
+    assert one.matched_tokens(asked, 8) == (9, True)
+    one.admitted(asked, FakeBlocks((IDS[:5], [0] * 7 + [27, 28])), 9)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert step.handover.pulls == (Pull("r", 2, ((102, 103, 104), (0, 0, 28), (0, 27, 0))),)
 
 
 def test_the_worst_rank_counts() -> None:

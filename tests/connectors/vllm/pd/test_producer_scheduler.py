@@ -32,12 +32,13 @@ BLOCKS = list(range(100, 120))
 
 
 class Bed:
-    def __init__(self, ranks: int = 1, reaches: tuple[Reach, ...] = ()) -> None:
+    def __init__(self, ranks: int = 1, reaches: tuple[Reach, ...] = (), splits: tuple[int, ...] = ()) -> None:
         self.clock, self.tally, self.pool = Clock(), Tally(), FakeBlockPool()
         places = tuple(f"127.0.0.1:{4000 + rank}" for rank in range(ranks))
         self.producer = ProducerScheduler(
             Identity("engine-1", FINGERPRINT, places, ranks, BLOCK_TOKENS, TOKEN),
             reaches=reaches,
+            splits=splits,
             silence_s=10.0,
             tally=self.tally,
             log=LOG,
@@ -522,3 +523,28 @@ def test_a_transfer_of_which_a_window_lacks_a_block_ends() -> None:
     assert [end.why for end in step.ends] == ["the prefill engine lost track of its blocks"]
     assert bed.finish(one) is None
     assert bed.pool.held() == []
+
+
+def test_of_blocks_with_parts_those_are_named_that_decode_needs() -> None:
+    """The window's own blocks have half of the tokens; of 17 tokens decode needs its last two, and the tenth
+    does not exist."""
+    own = [0] * 7 + [117, 118]
+    offered = (tuple(FULL_BLOCKS), (0, 0, 0, 0, 118), (0, 0, 0, 117, 0))
+    bed = Bed(reaches=(FULL, Reach(window=4)), splits=(1, 2))
+    two = bed.request(18)
+    bed.tables.ids[two.request_id] = (FULL_BLOCKS, own)
+    bed.first_step(two, 18)
+    offer = parse_decode(bed.finish(two), TOKEN)
+    assert isinstance(offer, Offer)
+    assert offer.blocks == offered
+    assert bed.pool.held() == [*FULL_BLOCKS, 117, 118]
+
+    bed = Bed(reaches=(FULL, Reach(window=4)), splits=(1, 2))
+    one = bed.request(18, transfer_id="t")
+    bed.tables.ids[one.request_id] = (FULL_BLOCKS[:3], [111, 112, 113, 114, 115, 116])
+    (first,) = bed.first_step(one, 12).grown
+    assert first.block_ids == ((100, 101, 102), (0, 0, 0), (0, 0, 0))
+    bed.tables.ids[one.request_id] = (FULL_BLOCKS, own)
+    (last,) = bed.next_step(one, 12, 6).grown
+    assert (last.first, last.block_ids) == (3, ((103, 104), (0, 118), (117, 0)))
+    assert last.final
