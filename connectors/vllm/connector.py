@@ -17,7 +17,7 @@ from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.engine_config import EngineConfig, read_engine_config
 from moonpool.connectors.vllm.guard import Guard
-from moonpool.connectors.vllm.layout import BlockLayout, Tensor
+from moonpool.connectors.vllm.layout import BlockLayout, Tensor, unlike_heads
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Step
 from moonpool.connectors.vllm.metrics import ConnectorProm, Stats
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
@@ -102,7 +102,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                         block_tokens=engine_config.block_tokens,
                         kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
                         form=identity.form(
-                            vllm_config, layout, engine_config.reaches, kv_heads=engine_config.kv_heads
+                            vllm_config, layout, engine_config.reaches, unlike_heads(layout, engine_config)
                         ),
                     )
                     # A load into a live engine need not do what its start does.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ _LOAD_FORMATS = frozenset(
 )
 _EXTERNAL_LAUNCHER = ("external_launcher", "ExecutorWithExternalLauncher")  # the option, and its class
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
+_KV_HEADS = re.compile("key_value_heads|kv_heads|head_kv|attention_groups")  # as configs of models name them
 _ANY_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -40,6 +42,8 @@ class EngineConfig:
     reaches: how far back each group looks; (): all of them at everything.
     states: what the layers of each group have in the place of KV, None: KV; (): all have KV.
     kv_heads: KV heads of the whole model; 1 for MLA.
+    unlike_heads: whether some of its layers have another number of them. vLLM then does not tell which ranks
+        hold copies of a head.
     tp_size: tensor-parallel ranks.
     workers: ranks that report to one scheduler.
     may_load, may_save: from kv_role.
@@ -58,6 +62,7 @@ class EngineConfig:
     block_tokens: int
     groups: tuple[tuple[str, ...], ...]
     kv_heads: int
+    unlike_heads: bool = False
     splits: tuple[int, ...] = ()
     reaches: tuple[Reach, ...] = ()
     states: tuple[State | None, ...] = ()
@@ -108,6 +113,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
         reaches=tuple(_reach(_inner_specs(group.kv_cache_spec)[0]) or FULL for group in groups),
         states=tuple(_state(_inner_specs(group.kv_cache_spec)[0]) for group in groups),
         kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
+        unlike_heads=not model.use_mla and _unlike_heads(model),
         tp_size=int(parallel.tensor_parallel_size),
         workers=int(parallel.world_size),
         may_load=bool(transfer.is_kv_consumer),
@@ -124,6 +130,32 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
         adapter_refusal=_adapter_refusal(parallel),
         refusal=_refusal(vllm_config, groups),
     )
+
+
+def _unlike_heads(model: Any) -> bool:
+    """Whether the model's config has several numbers of KV heads, under whatever names."""
+    config = getattr(model, "hf_text_config", model.hf_config)
+    return len(set(_kv_head_counts(config.to_dict()))) > 1
+
+
+def _kv_head_counts(fields: Any) -> Iterator[int]:
+    if isinstance(fields, Mapping):
+        for name, value in fields.items():
+            if _KV_HEADS.search(str(name)):
+                yield from _numbers(value)
+            else:
+                yield from _kv_head_counts(value)
+    elif isinstance(fields, list | tuple):
+        for each in fields:
+            yield from _kv_head_counts(each)
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _numbers(each)
 
 
 def _splits(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from moonpool.connectors.identity import identity_of, is_dummy, stored_dtype, weights_revision
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.identity_arguments import arguments, quantisation
-from moonpool.connectors.vllm.layout import BlockLayout, LayerView, heads_of_groups
+from moonpool.connectors.vllm.layout import BlockLayout, LayerView
 from moonpool.connectors.vllm.reach import Reach
 from moonpool.core.store.keys import Json
 
@@ -45,7 +45,9 @@ def kv_dtype(vllm_config: Any, tensor_dtype: object) -> str:
     return stored_dtype(vllm_config.cache_config.cache_dtype, tensor_dtype)
 
 
-def form(vllm_config: Any, layout: BlockLayout, reaches: Sequence[Reach] = (), *, kv_heads: int = 0) -> str:
+def form(
+    vllm_config: Any, layout: BlockLayout, reaches: Sequence[Reach] = (), heads: Sequence[int] = ()
+) -> str:
     """The order and type of the bytes of one (layer, head, block): once where all layers are alike, else by
     layer. With sliding windows or states also which layers are in which group, and how far back each looks:
     objects are named by their group. Where the groups' blocks differ in tokens, also how many parts each has
@@ -54,10 +56,13 @@ def form(vllm_config: Any, layout: BlockLayout, reaches: Sequence[Reach] = (), *
     device and the version of vLLM. A pipeline worker knows its own layers only: where its layers differ from
     another worker's, the workers disagree and the engine serves without the pool.
 
-    kv_heads: KV heads of the model, as vLLM has them.
+    heads: of each group, where these are unlike.
     """
-    order = _order(vllm_config, layout) + _unlike(vllm_config, layout, kv_heads)
-    if all(reach.is_full for reach in reaches):
+    unlike = f" heads {','.join(map(str, heads))}" if heads else ""
+    if any(group.split > 1 for group in layout.groups):
+        unlike += f" parts {','.join(str(group.split) for group in layout.groups)}"
+    order = _order(vllm_config, layout) + unlike
+    if all(reach.is_full for reach in reaches) and not unlike:
         return order
     groups = [
         f"{','.join(str(layer.number) for layer in group.layers)}:{reach}"
@@ -69,18 +74,6 @@ def form(vllm_config: Any, layout: BlockLayout, reaches: Sequence[Reach] = (), *
         return shape
     ranks = vllm_config.parallel_config.tensor_parallel_size
     return f"{shape} of {ranks} ranks on {compat.device_name()} by vllm {compat.vllm_version()}"
-
-
-def _unlike(vllm_config: Any, layout: BlockLayout, kv_heads: int) -> str:
-    """In what the groups differ."""
-    shape = ""
-    if any(group.split > 1 for group in layout.groups):
-        shape += f" parts {','.join(str(group.split) for group in layout.groups)}"
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    heads = heads_of_groups(layout, kv_heads, ranks) if kv_heads else ()
-    if any(each != kv_heads for each in heads):
-        shape += f" heads {','.join(map(str, heads))}"
-    return shape
 
 
 def _order(vllm_config: Any, layout: BlockLayout) -> str:

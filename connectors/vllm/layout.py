@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, heads_of_objects
-from moonpool.connectors.vllm.engine_config import layer_number
+from moonpool.connectors.vllm.engine_config import EngineConfig, layer_number
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.connectors.vllm.states import State
 from moonpool.core.store.keys import Ranges
@@ -218,18 +218,23 @@ def object_ranges(
     return tuple(ranges)
 
 
-def heads_of_groups(layout: BlockLayout, kv_heads: int, tp_size: int) -> tuple[int, ...]:
-    """The KV heads of each group in the whole model; of a group of states ``kv_heads``.
+def heads_of_groups(layout: BlockLayout, engine_config: EngineConfig) -> tuple[int, ...]:
+    """The KV heads of each group in the whole model; of a group of states, those of the model.
 
     Where groups have unlike numbers of heads, vLLM tells the model's number and what a rank has of each
     group, but not which ranks hold copies: each rank then counts as the holder of heads of its own.
-
-    kv_heads: of the model.
     """
-    local = max(1, kv_heads // tp_size)
-    if all(group.heads == local for group in layout.groups if group.state is None):
-        return (kv_heads,) * len(layout.groups)
-    return tuple(kv_heads if group.state is not None else group.heads * tp_size for group in layout.groups)
+    total, ranks = engine_config.kv_heads, engine_config.tp_size
+    counts = [group.heads for group in layout.groups if group.state is None]
+    if not engine_config.unlike_heads and len(set(counts)) < 2:
+        return (total,) * len(layout.groups)
+    return tuple(total if group.state is not None else group.heads * ranks for group in layout.groups)
+
+
+def unlike_heads(layout: BlockLayout, engine_config: EngineConfig) -> tuple[int, ...]:
+    """The same where it is not the model's number in each; else ()."""
+    heads = heads_of_groups(layout, engine_config)
+    return () if set(heads) == {engine_config.kv_heads} else heads
 
 
 def rows(layout: BlockLayout, ranges: Ranges, *, first_head: int) -> list[Row]:

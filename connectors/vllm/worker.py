@@ -532,7 +532,7 @@ class WorkerHalf:
             engine_config.splits,
         )
         tp_rank, _ = self._ranks()
-        kv_heads = layouts.heads_of_groups(layout, engine_config.kv_heads, engine_config.tp_size)
+        kv_heads = layouts.heads_of_groups(layout, engine_config)
         first_heads, saves = self._heads(layout, kv_heads, tp_rank)
         columns = layouts.object_ranges(layout, kv_heads=kv_heads, first_heads=first_heads, tp_rank=tp_rank)
         rows = layouts.all_rows(layout, columns, first_heads=first_heads)

@@ -117,7 +117,7 @@ def shares_of(kv_heads: int, theirs: int, ours: int, rank: int) -> tuple[Share, 
     """What decode rank ``rank`` of ``ours`` takes of each prefill rank of ``theirs``, by rank; sizes as
     ``prefill_tp_size`` lets through."""
     if theirs == ours:  # whatever heads these two have
-        return (Share(rank, 0, kv_heads, 1),)
+        return (Share(rank, 0, ALL_HEADS.heads, 1),)
     pairs = ((other, _common(kv_heads, theirs, other, ours, rank)) for other in range(theirs))
     return tuple(
         Share(other, found[0], found[1], _readers(kv_heads, theirs, other, ours))

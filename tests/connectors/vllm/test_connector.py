@@ -88,6 +88,26 @@ def test_facts() -> None:
     assert read_engine_config(config(), mixed).zeroes_blocks
 
 
+def test_models_whose_layers_have_unlike_numbers_of_heads() -> None:
+    """Under whatever names their configs have them."""
+
+    def unlike(**fields: Any) -> bool:
+        one = config()
+        for name, value in fields.items():
+            setattr(one.model_config.hf_text_config, name, value)
+        return read_engine_config(one, kv_cache()).unlike_heads
+
+    assert not unlike()
+    assert not unlike(num_key_value_heads=4)
+    assert not unlike(num_key_value_heads=4, per_layer_config={3: {"head_dim": 64}})
+    assert unlike(num_key_value_heads=4, per_layer_config={3: {"num_key_value_heads": 1}})
+    assert unlike(num_key_value_heads=4, swa_num_key_value_heads=8)
+    assert unlike(num_key_value_heads_per_layer=[4, 4, 2])
+    one = config()
+    one.model_config.hf_text_config.num_key_value_heads, one.model_config.use_mla = [4, 2], True
+    assert not read_engine_config(one, kv_cache()).unlike_heads
+
+
 def refusal(change: Any, *groups: Any) -> str:
     one = config()
     change(one)
@@ -419,6 +439,9 @@ def test_form_tells_groups_and_windows_apart() -> None:
     ]
     assert len(set(forms)) == len(forms)
     assert forms[0] == f"{order} groups 3:full 0,1,2:window 64"
+    parts = (GroupLayout((layers[3],), 1), GroupLayout((layers[0],), 1, split=2))
+    unlike = identity.form(config(), BlockLayout(parts, 64), (FULL, window), (1, 4))
+    assert unlike == f"{order} heads 1,4 parts 1,2 groups 3:full 0:window 64"
 
 
 def test_form_tells_states_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.connectors.vllm.group_blocks import by_part, part_columns, part_numbers
+from moonpool.connectors.vllm.layout import heads_of_groups, read_layout, unlike_heads
 from moonpool.connectors.vllm.messages import Handshake, Load, Report, Save, Step
 from moonpool.connectors.vllm.reach import FULL, NULL_BLOCK, Reach
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
@@ -171,3 +172,23 @@ def test_parts_are_saved_and_loaded(tmp_path: Path) -> None:
         assert (window[:10] == was[1][:10]).all()
         client.close()
         made.close()
+
+
+def test_heads_of_groups() -> None:
+    """A rank counts as the holder of heads of its own where it cannot be told which ranks hold copies."""
+
+    def heads(*local: int, model: int, ranks: int, unlike: bool = False) -> tuple[tuple[int, ...], ...]:
+        caches = {
+            f"layers.{number}": FakeTensor(np.zeros((2, count, 4, 2), np.float32))
+            for number, count in enumerate(local)
+        }
+        layout = read_layout(caches, [[name] for name in caches], 4)
+        config = engine_config(kv_heads=model, tp_size=ranks, unlike_heads=unlike)
+        return heads_of_groups(layout, config), unlike_heads(layout, config)
+
+    assert heads(4, 4, model=4, ranks=1) == ((4, 4), ())
+    assert heads(1, 1, model=2, ranks=4) == ((2, 2), ())
+    assert heads(1, 4, model=4, ranks=1) == ((1, 4), (1, 4))
+    assert heads(1, 2, model=4, ranks=2) == ((2, 4), (2, 4))
+    assert heads(1, 1, model=2, ranks=2, unlike=True) == ((2, 2), ())
+    assert heads(1, 1, model=4, ranks=8, unlike=True) == ((8, 8), (8, 8))

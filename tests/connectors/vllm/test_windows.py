@@ -245,7 +245,7 @@ def test_aborts(engines: Engines, vllm_python: str, rng: Any, model: str) -> Non
     ("model", "prefill_ranks", "decode_ranks"),
     [
         *(("gemma3", 1, 1), ("mistral", 1, 1), ("gemma3", 2, 1), ("gemma3", 1, 2)),
-        *(("gemma4", 1, 1), ("gemma4_both", 1, 1), ("gemma4", 2, 1)),
+        *(("gemma4", 1, 1), ("gemma4_both", 1, 1), ("gemma4", 2, 1), ("gemma4_both", 2, 2)),
     ],
 )
 def test_hand_overs(

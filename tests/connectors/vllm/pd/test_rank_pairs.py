@@ -15,7 +15,7 @@ from moonpool.connectors.vllm.pd.copy_ranges import Held, pair_columns, ranges_o
 from moonpool.connectors.vllm.pd.incoming import PartSource
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer
 from moonpool.connectors.vllm.pd.peers import PEERS_MAX, PeerFinder
-from moonpool.connectors.vllm.pd.rank_pairs import Share, Sizes, prefill_sizes, shares_of
+from moonpool.connectors.vllm.pd.rank_pairs import ALL_HEADS, Share, Sizes, prefill_sizes, shares_of
 from moonpool.core.store.keys import Ranges
 from tests.connectors.vllm.pd.rank_memory import LAYOUTS, RankMemory, layers_of_stage, model_kv, rank_memory
 
@@ -79,7 +79,7 @@ def test_each_prefill_worker_knows_how_many_end_its_lease(heads: int, theirs: in
 def test_equal_sizes_pair_by_rank() -> None:
     for heads, size in itertools.product(HEADS, TP_SIZES):
         for rank in range(size):
-            assert shares_of(heads, size, size, rank) == (Share(rank, 0, heads, 1),)
+            assert shares_of(heads, size, size, rank) == (Share(rank, 0, ALL_HEADS.heads, 1),)
 
 
 def test_copies_of_a_head_share_the_work() -> None:
