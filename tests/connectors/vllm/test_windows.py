@@ -195,6 +195,35 @@ def test_other_models(engines: Engines, rng: Any, model: str) -> None:
 
 
 @pytest.mark.heavy
+def test_ranks_of_which_some_hold_copies(engines: Engines, vllm_python: str, rng: Any) -> None:
+    """Two ranks with half of the windows' heads each, and both with the one full head. Engines of one rank
+    have other objects."""
+    lengths = (200, 300)
+    prompts = [make_prompt(rng.randrange(1 << 30), length) for length in lengths]
+    expected = engines.run("gemma4_both", prompts, pool=False)
+    for ranks, pooled in ((2, False), (2, True), (1, False)):
+        engine = Engine(
+            vllm_python,
+            engines.model("gemma4_both"),
+            engines.folder / "run",
+            engines.folder / f"copies-{ranks}-{pooled}",
+            kv_transfer_config=KV_CONFIG,
+            skip_tokenizer_init=True,
+            tensor_parallel_size=ranks,
+            **CHUNKS,
+        )
+        try:
+            answer = engine.call("generate", prompts=prompts)
+            assert set(engine.call("drain").values()) == {0}
+        finally:
+            engine.close()
+        assert tokens_of(answer) == tokens_of(expected)
+        found = [each["pool"]["pool_tokens"] for each in answer["outputs"]]
+        # A rank's windows have as many bytes as its copy, so that its blocks are alike.
+        assert found == [(length - 1) // BLOCK * BLOCK * pooled for length in lengths]
+
+
+@pytest.mark.heavy
 @pytest.mark.parametrize("model", ["gemma2", "gemma4"])
 def test_preemptions(engines: Engines, rng: Any, model: str) -> None:
     """With a KV cache that is too small for all answers, requests are preempted and ask the pool again."""
