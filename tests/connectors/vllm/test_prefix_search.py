@@ -105,7 +105,7 @@ def test_the_longest_length_that_all_groups_can_continue(
         for _ in range(source.randrange(6)):
             block, group = source.randrange(BLOCKS), source.randrange(len(reaches))
             part = source.randrange(splits[group] if splits else 1)
-            heads = (0, 1) if whole else (0,)
+            heads = (0, 1) if whole else (source.randrange(2),)
             has -= {(block, objects.index((2 * group + head, part, _count(splits, group)))) for head in heads}
         limit = source.randrange(1, BLOCKS + 1)
         longest = max(blocks for blocks in range(limit + 1) if needed(reaches, blocks, splits) <= has)
