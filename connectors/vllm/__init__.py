@@ -28,6 +28,8 @@ manual.
                  which of vLLM's options for them count in that digest, and which leave them without a name
     weight_changes
                  which calls of an engine to its workers replace its weights
+    weight_hooks what a connector does when they do, of KV and of encoder outputs
+    group_blocks KV cache groups whose blocks hold unlike numbers of tokens
     settings     kv_connector_extra_config, checked
     takeover     other connectors' names and options for this one
     pd           the hand-over between prefill and decode engines, a package of its own

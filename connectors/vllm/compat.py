@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moonpool.connectors.vllm import weight_changes
+from moonpool.connectors.vllm.standins import or_standins
 from moonpool.connectors.vllm.weight_changes import Change
 
 # The range that README.md, docs/vllm.md, docs/engines.md and pyproject.toml claim: tests/test_versions.py
@@ -25,13 +26,8 @@ if TYPE_CHECKING:
     from moonpool.connectors.vllm import standins as base
     from moonpool.connectors.vllm import standins as metrics
 else:
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("vllm", "torch"):
-            raise
-        from moonpool.connectors.vllm import standins as base
-        from moonpool.connectors.vllm import standins as metrics
+    base = or_standins("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    metrics = or_standins("vllm.distributed.kv_transfer.kv_connector.v1.metrics")
 
 ConnectorBase = base.KVConnectorBase_V1
 ConnectorMetadata = base.KVConnectorMetadata

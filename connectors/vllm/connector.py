@@ -10,7 +10,6 @@ from typing import Any
 
 from moonpool import _native
 from moonpool.connectors import weights
-from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity, item_hashes
 from moonpool.connectors.vllm.adapters import Adapters
@@ -21,19 +20,16 @@ from moonpool.connectors.vllm.layout import BlockLayout, Tensor, unlike_heads
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Step
 from moonpool.connectors.vllm.metrics import ConnectorProm, Stats
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
-from moonpool.connectors.vllm.pool import Pool, Rows
+from moonpool.connectors.vllm.pool import Rows, open_node
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.served_files import ServedFiles
 from moonpool.connectors.vllm.settings import Settings
-from moonpool.connectors.vllm.weight_changes import Change
+from moonpool.connectors.vllm.weight_hooks import WeightHooks, fingerprint_of
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.core.errors import Error
-from moonpool.core.store import keys
-
-RETRY_S = 0.5
 
 
-class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
+class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
     """KV connector of the Moonpool pool: ``"kv_connector": "Mooncake"``."""
 
     _cache_hit_source = compat.host_hit_source()  # a node of this host answers from DRAM
@@ -75,7 +71,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         return SchedulerHalf(
             engine_config,
             self._settings,
-            open_node=functools.partial(self._open_node, required=self._settings.require_pool),
+            open_node=functools.partial(
+                open_node, self._settings, self._log, required=self._settings.require_pool
+            ),
             digest=_native.block_digests,
             log=self._log,
             adapters=self._adapters(engine_config) if getattr(vllm_config, "lora_config", None) else None,
@@ -96,29 +94,20 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
 
         def fingerprint(layout: BlockLayout, tensor: Tensor) -> bytes:
             def ask() -> bytes:
-                try:
-                    fields = identity.identity(
+                return fingerprint_of(
+                    lambda: identity.identity(
                         vllm_config,
                         block_tokens=engine_config.block_tokens,
                         kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
                         form=identity.form(
                             vllm_config, layout, engine_config.reaches, unlike_heads(layout, engine_config)
                         ),
-                    )
-                    # A load into a live engine need not do what its start does.
-                    if self._served_files.replaced:
-                        fields["revision"] = f"{fields['revision']} loaded while serving"
-                    mark = keys.fingerprint(fields)
-                except (Refused, Error):
-                    raise
-                except Exception as error:  # a configuration that this connector does not understand
-                    self._guard.survive(None)
-                    raise Refused(
-                        "what its KV depends on cannot be read from its configuration "
-                        f"({type(error).__name__})"
-                    ) from error
-                self._log.debug("moonpool: the fingerprint is of %s", fields)
-                return mark
+                    ),
+                    self._served_files,
+                    subject="its KV depends",
+                    guard=self._guard,
+                    log=self._log,
+                )
 
             if self._served_files.replaced or not self._settings.require_pool:
                 return ask()
@@ -129,7 +118,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             engine_config,
             ranks=compat.parallel_ranks,
             fingerprint=fingerprint,
-            open_node=functools.partial(self._open_node, required=False, quiet=True),
+            open_node=functools.partial(open_node, self._settings, self._log, required=False, quiet=True),
             log=self._log,
             open_handover_worker=functools.partial(self._open_handover_worker, sleeps=sleeps)
             if self._settings.handover
@@ -182,17 +171,6 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             pin_bytes=settings.gpu_pin,
             log=self._log,
         )
-
-    def _open_node(self, fingerprint: bytes, *, required: bool, quiet: bool = False) -> NodeConnection[Pool]:
-        node: NodeConnection[Pool] = NodeConnection(
-            lambda: Pool.dial(self._settings, fingerprint),
-            address=str(self._settings.socket()),
-            log=self._log,
-            retry_s=RETRY_S,
-            log_retry=self._log.debug,
-        )
-        node.open(required=required, quiet=quiet)
-        return node
 
     # Both halves
 
@@ -382,39 +360,6 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         """The engine has dropped the LoRA adapter of this number."""
         if self._sched is not None:
             self._guard(None, self._sched.adapter_removed, number, otherwise=self._sched.distrust_adapters)
-
-    def weights_changing(self, change: Change) -> None:
-        """The engine is about to replace its weights; see compat.watch_weights."""
-        if self._sched is not None:
-            self._guard(None, self._sched.weights_changing, change)
-        elif self._worker is not None:
-            self._guard(None, self._worker.leave, change)
-            self._guard(None, self._served_files.changing, change)
-
-    def workers_left(self) -> None:
-        """All workers have left the pool."""
-        if self._sched is not None:
-            self._guard(None, self._sched.workers_left)
-
-    def weights_are_files(self, path: str) -> None:
-        """This worker has loaded the weights of this path."""
-        if self._worker is None:
-            return
-        known = self._guard(False, self._served_files.loaded, path)
-        self._guard(None, functools.partial(self._worker.come_back, known=known))
-
-    def model_loading(self) -> None:
-        """This worker's model is about to be given weights."""
-        if self._worker is not None:
-            self._guard(None, self._worker.leave_unannounced)
-
-    def model_loaded(self, *, whole: bool) -> None:
-        """This worker's model was given weights.
-
-        whole: whether each of its parameters was.
-        """
-        if self._worker is not None:
-            self._worker.whole = whole
 
     def on_new_request(self, request: Any) -> None:
         """A request came: asks the pool for its prefix, on a native thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool import _native
+from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.options import PoolOptions
 
 TIMEOUT_S = 2.0
+RETRY_S = 0.5
 QUEUE_MAX = 4096
 
 Indices = npt.NDArray[np.uint32]
@@ -140,6 +143,25 @@ class Pool:
         self._reads.close()
         self._writes.close()
         self._client.close()
+
+
+def open_node(
+    settings: PoolOptions, log: logging.Logger, fingerprint: bytes, *, required: bool, quiet: bool = False
+) -> NodeConnection[Pool]:
+    """Connects to the node under a fingerprint, now or when there is one. Raises Unavailable without a node
+    that is required.
+
+    quiet: whether connecting is logged for debugging only.
+    """
+    node: NodeConnection[Pool] = NodeConnection(
+        lambda: Pool.dial(settings, fingerprint),
+        address=str(settings.socket()),
+        log=log,
+        retry_s=RETRY_S,
+        log_retry=log.debug,
+    )
+    node.open(required=required, quiet=quiet)
+    return node
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import enum
+import importlib
+import sys
 from typing import Any
+
+
+def or_standins(name: str) -> Any:
+    """The module of this name of vLLM's; without vLLM, or where it has none, this one."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("vllm", "torch"):
+            raise
+        return sys.modules[__name__]
 
 
 class KVConnectorRole(enum.Enum):

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from moonpool.connectors.vllm.standins import or_standins
+
 if TYPE_CHECKING:
     from moonpool.connectors.vllm import standins as base
 else:
-    try:
-        from vllm.distributed.ec_transfer.ec_connector import base
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("vllm", "torch"):
-            raise
-        from moonpool.connectors.vllm import standins as base
+    base = or_standins("vllm.distributed.ec_transfer.ec_connector.base")
 
 ConnectorBase = base.ECConnectorBase
 ConnectorRole = base.ECConnectorRole

@@ -7,8 +7,6 @@ import functools
 from typing import Any
 
 from moonpool.connectors import weights
-from moonpool.connectors.node_connection import NodeConnection
-from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat as vllm_compat
 from moonpool.connectors.vllm import item_hashes
 from moonpool.connectors.vllm.encoder import compat
@@ -23,16 +21,13 @@ from moonpool.connectors.vllm.engine_config import launcher_refusal, weights_ref
 from moonpool.connectors.vllm.guard import Guard
 from moonpool.connectors.vllm.media_options import encoder_refusal, media_form, takes_media
 from moonpool.connectors.vllm.metrics import Stats
-from moonpool.connectors.vllm.pool import Pool
+from moonpool.connectors.vllm.pool import open_node
 from moonpool.connectors.vllm.served_files import ServedFiles
-from moonpool.connectors.vllm.weight_changes import Change
-from moonpool.core.errors import ConfigError, Error
-from moonpool.core.store import keys
-
-RETRY_S = 0.5
+from moonpool.connectors.vllm.weight_hooks import WeightHooks, fingerprint_of
+from moonpool.core.errors import ConfigError
 
 
-class Mooncake(compat.ConnectorBase):
+class Mooncake(WeightHooks, compat.ConnectorBase):
     """Encoder outputs in the Moonpool pool: ``"ec_connector": "Mooncake"``."""
 
     def __init__(self, vllm_config: Any, role: compat.ConnectorRole) -> None:
@@ -48,7 +43,13 @@ class Mooncake(compat.ConnectorBase):
         refusal = self._guard("its configuration cannot be read", _refusal, vllm_config)
         membership = Membership(
             fingerprint=functools.partial(self._fingerprint, vllm_config),
-            open_node=functools.partial(self._open_node, is_scheduler),
+            open_node=functools.partial(
+                open_node,
+                self._settings,
+                self._log,
+                required=is_scheduler and self._settings.require_pool,
+                quiet=not is_scheduler,
+            ),
             log=self._log,
             refusal=refusal,
             quiet=not is_scheduler,
@@ -96,32 +97,13 @@ class Mooncake(compat.ConnectorBase):
 
     def _fingerprint(self, vllm_config: Any) -> bytes:
         """Raises Pending, Refused or Error."""
-        try:
-            fields = encoder_identity(vllm_config)
-            if self._served_files.replaced:  # a load into a live engine need not do what its start does
-                fields["revision"] = f"{fields['revision']} loaded while serving"
-            mark = keys.fingerprint(fields)
-        except (Refused, Error):
-            raise
-        except Exception as error:  # a configuration that this connector does not understand
-            self._guard.survive(None)
-            raise Refused(
-                "what its encoder's outputs depend on cannot be read from its configuration "
-                f"({type(error).__name__})"
-            ) from error
-        self._log.debug("moonpool: the fingerprint is of %s", fields)
-        return mark
-
-    def _open_node(self, is_scheduler: bool, fingerprint: bytes) -> NodeConnection[Pool]:
-        node: NodeConnection[Pool] = NodeConnection(
-            lambda: Pool.dial(self._settings, fingerprint),
-            address=str(self._settings.socket()),
+        return fingerprint_of(
+            lambda: encoder_identity(vllm_config),
+            self._served_files,
+            subject="its encoder's outputs depend",
+            guard=self._guard,
             log=self._log,
-            retry_s=RETRY_S,
-            log_retry=self._log.debug,
         )
-        node.open(required=is_scheduler and self._settings.require_pool, quiet=not is_scheduler)
-        return node
 
     # Both halves
 
@@ -229,38 +211,6 @@ class Mooncake(compat.ConnectorBase):
         if self._sched is not None:
             self._guard(None, self._sched.finished, request.request_id)
         return False, None
-
-    # Weights that are replaced; see compat.watch_weights
-
-    def weights_changing(self, change: Change) -> None:
-        """The engine is about to replace its weights."""
-        if self._sched is not None:
-            self._guard(None, self._sched.weights_changing, change)
-        elif self._worker is not None:
-            self._guard(None, self._worker.leave)
-            self._guard(None, self._served_files.changing, change)
-
-    def workers_left(self) -> None:
-        """All workers have left the pool."""
-
-    def weights_are_files(self, path: str) -> None:
-        """This worker has loaded the weights of this path."""
-        if self._worker is not None:
-            known = self._guard(False, self._served_files.loaded, path)
-            self._guard(None, functools.partial(self._worker.come_back, known=known))
-
-    def model_loading(self) -> None:
-        """This worker's model is about to be given weights."""
-        if self._worker is not None:
-            self._guard(None, self._worker.leave_unannounced)
-
-    def model_loaded(self, *, whole: bool) -> None:
-        """This worker's model was given weights.
-
-        whole: whether each of its parameters was.
-        """
-        if self._worker is not None:
-            self._worker.whole = whole
 
 
 Moonpool = Mooncake  # for an ec_connector_module_path; the names mean the same

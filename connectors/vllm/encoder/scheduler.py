@@ -213,6 +213,9 @@ class SchedulerHalf:
             self._log.warning("moonpool: encoder outputs are not shared from here on: %s", change.sentence)
         self.leave()
 
+    def workers_left(self) -> None:
+        """All workers have left the pool; this half keeps nothing for them."""
+
     def leave(self) -> None:
         """No output is looked up until the workers report a fingerprint."""
         self.membership.leave()

@@ -181,9 +181,10 @@ class WorkerHalf:
 
     # Weights that are replaced
 
-    def leave(self) -> None:
+    def leave(self, change: Change) -> None:
         """The weights are about to be replaced. Returns when nothing is stored under the old fingerprint any
         more; outputs that were computed with them are not stored later."""
+        self._log.debug("moonpool: this worker stores no more encoder outputs: %s", change.how)
         self.whole = self._returns = False
         self._report = EncoderReport()
         self.membership.leave()
@@ -196,10 +197,10 @@ class WorkerHalf:
         of a model are no change."""
         if self.armed and not self.membership.refusal:
             was_there = bool(self.membership.fingerprint)
-            self.leave()
+            change = Change("weights were given to its model")
+            self.leave(change)
             self._report.left = True
             if was_there:
-                change = Change("weights were given to its model")
                 self._log.warning(
                     "moonpool: encoder outputs are not shared from here on: %s", change.sentence
                 )

@@ -15,6 +15,7 @@ from moonpool.connectors.vllm.encoder.messages import EncoderReport, EncoderStep
 from moonpool.connectors.vllm.encoder.objects import Shape, header
 from moonpool.connectors.vllm.encoder.worker import LOAD_TIMEOUT_S, WorkerHalf
 from moonpool.connectors.vllm.pool import TIMEOUT_S
+from moonpool.connectors.vllm.weight_changes import Change
 from moonpool.core.errors import CorruptObject, Unavailable
 from tests.connectors.vllm.fakes import LOG, Clock
 
@@ -332,7 +333,7 @@ def test_weights_that_are_replaced() -> None:
 
 def test_new_weights_are_reported_once_they_are_read(caplog: pytest.LogCaptureFixture) -> None:
     worker, membership = half(FakePool())
-    worker.leave()
+    worker.leave(Change("reload_weights", from_files=True))
     worker.whole = membership.reads = True
     with caplog.at_level("INFO"):
         worker.come_back(known=True)
@@ -341,13 +342,13 @@ def test_new_weights_are_reported_once_they_are_read(caplog: pytest.LogCaptureFi
     membership.fingerprint = b"n" * 32
     assert worker.take_report() == EncoderReport(fingerprints=[b"n" * 32])
     assert worker.take_report() is None
-    worker.leave()
+    worker.leave(Change("reload_weights", from_files=True))
     worker.armed = worker.whole = True
     worker.leave_unannounced()  # the same change, seen at the model
     worker.whole, membership.reads = True, False
     worker.come_back(known=True)
     assert worker.take_report() == EncoderReport(fingerprints=[b"n" * 32])
-    worker.leave()
+    worker.leave(Change("reload_weights", from_files=True))
     worker.whole = membership.reads = True
     worker.come_back(known=True)
     membership.refusal = "they changed"
@@ -357,7 +358,7 @@ def test_new_weights_are_reported_once_they_are_read(caplog: pytest.LogCaptureFi
 
 def test_weights_that_have_no_name_are_said(caplog: pytest.LogCaptureFixture) -> None:
     worker, _ = half(FakePool())
-    worker.leave()
+    worker.leave(Change("reload_weights", from_files=True))
     worker.come_back(known=True)  # not all of them
     assert "does not tell from where, or whether all of them" in caplog.text
     assert worker.take_report() is None
