@@ -112,6 +112,17 @@ def test_a_save_names_each_part() -> None:
     assert names[WIDTH + 2] + names[WIDTH + 4] == window_objects(8)
 
 
+def test_nothing_is_loaded_behind_tokens_that_end_within_a_block() -> None:
+    """A vLLM may find two tokens in its own cache, where another group's block has four."""
+    pool = FakePool()
+    made, _, _ = half(pool)
+    one = request(PROMPT)
+    made.arrived(one)
+    pool.answer_objects(5)
+    assert made.matched_tokens(one, 2) == (0, False)
+    assert made.matched_tokens(one, 4) == (8, True)
+
+
 def test_a_load_that_could_not_be_planned_fails_as_a_whole() -> None:
     made, _, _ = half(FakePool())
     made.fail_load("r", FakeBlocks(([11, 12, 13], [0, 0, 0, 0, 25, 26])), 8)
