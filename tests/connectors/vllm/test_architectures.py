@@ -249,7 +249,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "layer_types": [LINEAR, WHOLE],
             **DELTA,
         },
-        args=BFLOAT16,
+        args={**BFLOAT16, "mamba_ssm_cache_dtype": "bfloat16"},  # else the processor decides, and the block
     ),
     "olmo_hybrid": Architecture(
         "olmo_hybrid",
