@@ -204,6 +204,7 @@ def test_prefill_and_decode_share_by_the_pool(engines: Engines, vllm_python: str
 
         def engine(name: str, **more: Any) -> Engine:
             config = {"dtype": "bfloat16", "max_num_batched_tokens": 256, "skip_tokenizer_init": True}
+            config["mamba_ssm_cache_dtype"] = "bfloat16"  # as in Engines.run
             made = Engine(
                 vllm_python,
                 engines.model("two_kinds"),
