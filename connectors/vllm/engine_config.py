@@ -135,7 +135,11 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
 def _unlike_heads(model: Any) -> bool:
     """Whether the model's config has several numbers of KV heads, under whatever names."""
     config = getattr(model, "hf_text_config", model.hf_config)
-    return len(set(_kv_head_counts(config.to_dict()))) > 1
+    try:
+        fields = config.to_dict()
+    except Exception:  # of a model's own code: it must not keep the engine from its start
+        fields = vars(config)
+    return len(set(_kv_head_counts(fields))) > 1
 
 
 def _kv_head_counts(fields: Any) -> Iterator[int]:

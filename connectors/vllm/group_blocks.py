@@ -24,12 +24,14 @@ from moonpool.core.store.keys import Ranges
 BlockIds = tuple[tuple[int, ...], ...]
 
 
-def by_part(block_ids: Sequence[Sequence[int]], splits: Sequence[int], first: int, last: int) -> BlockIds:
-    """The ids of the blocks [first, last), one list per part; NULL_BLOCK where a group of several parts has
-    no block yet, as behind the last token of a request.
+def by_part(
+    block_ids: Sequence[Sequence[int]], splits: Sequence[int], first: int, last: int, *, pad: bool = False
+) -> BlockIds:
+    """The ids of the blocks [first, last), one list per part.
 
     block_ids: of a request, one list per group, from its first token on.
     splits: of each group the parts of a block; (): one of each.
+    pad: NULL_BLOCK stands where a group of several parts has no block, as behind the last token of a request.
     """
     if not splits:
         return tuple(tuple(ids[first:last]) for ids in block_ids)
@@ -37,7 +39,7 @@ def by_part(block_ids: Sequence[Sequence[int]], splits: Sequence[int], first: in
     for ids, split in zip(block_ids, splits, strict=True):
         for part in range(split):
             found = tuple(ids[first * split + part : last * split : split])
-            missing = last - first - len(found) if split > 1 else 0
+            missing = last - first - len(found) if pad and split > 1 else 0
             parts.append(found + (NULL_BLOCK,) * missing)
     return tuple(parts)
 

@@ -142,7 +142,9 @@ class ConsumerScheduler:
         awaited = self._requests.get(request.request_id)
         if awaited is None or awaited.phase is not Phase.WAITING:
             return None
-        if request.num_preemptions or local_tokens >= request.num_prompt_tokens - 1:
+        # Where groups' blocks differ in tokens, local ones may end within a block: a pull would overwrite them.
+        within = local_tokens % self._block_tokens
+        if request.num_preemptions or within or local_tokens >= request.num_prompt_tokens - 1:
             self._drop(request.request_id, awaited)
             return None
         return request.num_prompt_tokens - 1 - local_tokens
@@ -159,7 +161,7 @@ class ConsumerScheduler:
             return False
         last = blocks_for(request.num_prompt_tokens, self._block_tokens)
         first = (request.num_prompt_tokens - 1 - external_tokens) // self._block_tokens
-        pull = Pull(request.request_id, first, by_part(block_ids, self._splits, first, last))
+        pull = Pull(request.request_id, first, by_part(block_ids, self._splits, first, last, pad=True))
         awaited.phase, awaited.first, awaited.blocks, awaited.good = (
             Phase.PULLING,
             first,

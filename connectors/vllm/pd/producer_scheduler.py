@@ -325,7 +325,11 @@ class ProducerScheduler:
             needed = range(start, min(-(-int(computed) // size), last * split))
             if needed and (needed.stop > len(ids) or NULL_BLOCK in ids[needed.start : needed.stop]):
                 return ()
-            groups.append([ids[at] if at in needed else NULL_BLOCK for at in range(last * split)])
+            behind = last * split - needed.stop
+            own = ids[needed.start : needed.stop] if needed else []
+            groups.append(
+                [NULL_BLOCK] * (last * split - behind - len(own)) + list(own) + [NULL_BLOCK] * behind
+            )
         return by_part(groups, splits, first, last)
 
     def _restart(self, produced: ProducedRequest) -> None:

@@ -120,7 +120,7 @@ class RequestState:
         self.phase = Phase.SETTLED
 
     def loadable_tokens(self, local_tokens: int, request_tokens: int, block_tokens: int) -> int:
-        """Tokens that the pool has beyond the local ones; at least one token stays to be computed. None where
+        """Tokens that the pool has beyond the local ones; at least one token stays to be computed. 0 where
         these end within a block, which a vLLM may find whose groups' blocks differ in tokens."""
         if self.hit is None or self.phase is not Phase.HIT or local_tokens % block_tokens:
             return 0

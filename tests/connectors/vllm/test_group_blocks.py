@@ -66,7 +66,8 @@ def window_objects(end: int) -> bytes:
 def test_parts_of_blocks() -> None:
     tables = ([10, 11, 12], [20, 21, 22, 23, 24])
     assert by_part(tables, (), 1, 3) == ((11, 12), (21, 22))
-    assert by_part(tables, SPLITS, 1, 3) == ((11, 12), (22, 24), (23, NULL_BLOCK))
+    assert by_part(tables, SPLITS, 1, 3) == ((11, 12), (22, 24), (23,))  # what is missing stays missing
+    assert by_part(tables, SPLITS, 1, 3, pad=True) == ((11, 12), (22, 24), (23, NULL_BLOCK))
     assert part_numbers(COLUMNS, SPLITS) == [0, 1, 2, 1, 2]
     assert [one.group for one in part_columns(COLUMNS, SPLITS)] == [0, 1, 2, 1, 2]
     assert part_columns(COLUMNS, ()) == list(COLUMNS)

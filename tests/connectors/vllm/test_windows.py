@@ -181,7 +181,6 @@ def check_model(engines: Engines, name: str, seed: int, **args: Any) -> None:
 
 def test_full_and_window_layers(engines: Engines, rng: Any) -> None:
     check_model(engines, "gemma3", rng.randrange(1 << 30))
-    check_model(engines, "gemma3", rng.randrange(1 << 30))
 
 
 def test_groups_with_unlike_blocks(engines: Engines, rng: Any) -> None:
