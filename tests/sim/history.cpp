@@ -7,6 +7,8 @@ namespace moonpool::sim {
 
 namespace {
 
+constexpr Micros kBeat = 300 * kMs;  // and what follows it
+
 std::string seconds(Micros at) {
     std::string text = std::to_string(at / kMs);
     return text + "." + std::to_string(at % kMs / 100) + " ms";
@@ -50,6 +52,9 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
         // Some nodes may have what it removes until everything is well again.
         if (value.write->outcome == Operation::kPartly) value.first_end = std::max(value.first_end, healed);
         if (acknowledged(*value.write)) value.in_force = std::max(value.first_end, value.write->end);
+        // Copies that were stored while it waited go with the next beat of their nodes.
+        if (value.removal() && value.in_force != UINT64_MAX && value.write->end - value.write->begin > kBeat)
+            value.in_force += kBeat;
     }
     for (auto a = values.begin(); a != values.end(); ++a) {
         // A write without an acknowledgement may take effect at any time.
