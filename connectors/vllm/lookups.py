@@ -47,7 +47,7 @@ class Lookups:
         self._clock = clock
         self.tickets: dict[Ticket, tuple[RequestState | None, float]] = {}
         self._lost = False
-        self._wait_left_s = WAIT_S
+        self.wait_left_s = WAIT_S  # of this step; the scheduler's half begins each with WAIT_S
         self._unawaited = 0  # queries from now on that are not waited for
         self.pins = 0
         self.needs: Needs | None = None  # with sliding windows or states: what a prefix needs
@@ -101,14 +101,10 @@ class Lookups:
         self._unknown(state, f"no answer within {ANSWER_TIMEOUT_S:g} s")
         return True
 
-    def step_planned(self) -> None:
-        """The next queries are those of another step."""
-        self._wait_left_s = WAIT_S
-
     def _await(self, state: RequestState) -> None:
         """Waits for the answer, once, if it may come soon."""
         pool = self._pool()
-        if pool is None or state.awaited or self._wait_left_s <= 0:
+        if pool is None or state.awaited or self.wait_left_s <= 0:
             return
         state.awaited = True
         if state.chain.blocks * state.chain.width > WAIT_OBJECTS_MAX:
@@ -117,11 +113,11 @@ class Lookups:
             self._unawaited -= 1
             return
         began_s = self._clock()
-        left_s = self._wait_left_s
+        left_s = self.wait_left_s
         while state.phase is Phase.LOOKING and left_s > 0 and pool.wait_for_read(left_s):
             self.poll()
-            left_s = self._wait_left_s - (self._clock() - began_s)
-        self._wait_left_s -= self._clock() - began_s
+            left_s = self.wait_left_s - (self._clock() - began_s)
+        self.wait_left_s -= self._clock() - began_s
         if state.phase is Phase.LOOKING:
             self._unawaited = UNAWAITED_AFTER
 

@@ -35,7 +35,7 @@ from moonpool.connectors.vllm.group_blocks import by_part, objects_of
 from moonpool.connectors.vllm.item_hashes import ItemHashes
 from moonpool.connectors.vllm.item_names import ItemNames
 from moonpool.connectors.vllm.load_decision import ALWAYS, Choice, LoadDecision, Shares
-from moonpool.connectors.vllm.lookups import Lookups
+from moonpool.connectors.vllm.lookups import WAIT_S, Lookups
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.handover import Handover
@@ -126,6 +126,8 @@ class SchedulerHalf:
         self._decision: LoadDecision | None = None
         if settings.compute_if_faster:
             self._decision = LoadDecision(engine_config.block_tokens, clock)
+        # A step was planned; its end is to be timed. Called each step, so without a method around it.
+        self.step_begins = self._step_times.begins if settings.compute_if_faster else _nothing
         self.tally = Tally()
         self.lookups = Lookups(
             self.pool, block_tokens=engine_config.block_tokens, tally=self.tally, log=log, clock=clock
@@ -482,11 +484,6 @@ class SchedulerHalf:
         if self.pool() is not None and state.switches.store:
             self.saves.track(state, request, handed_over=self.handover.takes(request))
 
-    def step_begins(self, output: SchedulerOutput) -> None:
-        """A step was planned; its end is to be timed."""
-        if self._decision is not None:
-            self._step_times.begins(output)
-
     def step_computed(self) -> None:
         """The oldest step that was planned has been computed, and its tokens are known."""
         if self._decision is None:
@@ -498,7 +495,7 @@ class SchedulerHalf:
 
     def build_step(self, output: SchedulerOutput) -> Step:
         """The work of this step."""
-        self.lookups.step_planned()
+        self.lookups.wait_left_s = WAIT_S  # the next queries are those of another step
         if self._sessions:
             self._record_grown()
         if self._unnamed:  # vLLM asks for none while as many run as may, and a prefill engine waits for ours
@@ -708,6 +705,10 @@ class SchedulerHalf:
         self.tally.add("loads")
         self.tally.add("loaded_tokens", state.load_good * self._engine_config.block_tokens)
         self.tally.add("load_errors", state.load_blocks - state.load_good)
+
+
+def _nothing(_output: SchedulerOutput) -> None:
+    pass
 
 
 def _asks_why(request: Request) -> bool:

@@ -24,7 +24,10 @@ class StepTimes:
 
     def begins(self, output: SchedulerOutput) -> None:
         """A step was planned."""
-        tokens = _prompt_tokens(output)
+        # Of prompts are the tokens beyond one of each request and its speculated ones.
+        tokens = output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
+        if speculated := output.scheduled_spec_decode_tokens:
+            tokens -= sum(map(len, speculated.values()))
         self._planned.append((tokens, self._clock()) if tokens else _NO_PROMPT)
 
     def ends(self) -> tuple[int, float]:
@@ -39,11 +42,3 @@ class StepTimes:
         seconds = now_s - max(planned_s, self._ended_s)
         self._ended_s = now_s
         return tokens, seconds
-
-
-def _prompt_tokens(output: SchedulerOutput) -> int:
-    """Tokens beyond one of each request and its speculated ones: those of prompts."""
-    tokens = output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
-    if speculated := output.scheduled_spec_decode_tokens:
-        tokens -= sum(map(len, speculated.values()))
-    return tokens

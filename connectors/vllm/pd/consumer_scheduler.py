@@ -142,7 +142,7 @@ class ConsumerScheduler:
         awaited = self._requests.get(request.request_id)
         if awaited is None or awaited.phase is not Phase.WAITING:
             return None
-        # Where groups' blocks differ in tokens, local ones may end within a block: a pull would overwrite them.
+        # Where groups' blocks differ in tokens, local ones may end within a block: a pull would overwrite it.
         within = local_tokens % self._block_tokens
         if request.num_preemptions or within or local_tokens >= request.num_prompt_tokens - 1:
             self._drop(request.request_id, awaited)
