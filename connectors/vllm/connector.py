@@ -27,6 +27,7 @@ from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.weight_hooks import WeightHooks, fingerprint_of
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.core.errors import Error
+from moonpool.core.service.data_tls import configured_engine_tls
 
 
 class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
@@ -145,6 +146,7 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
                 silence_s=settings.lease_s,
                 log=self._log,
                 device=device,
+                tls=configured_engine_tls(listens=True, socket=settings.socket()),
             )
         except Error as error:
             self._log.warning("moonpool: this engine takes part in no hand-over: %s", error)

@@ -112,14 +112,17 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls_data: Annotated[
         str,
         about(
-            "connections to nodes of other hosts; on: inside TLS, they show tls_cert; mutual: the process "
-            "that connects shows one, too, and tls_ca signed both; off: in plain",
+            "connections to nodes of other hosts, and by TCP to transfer engines; on: inside TLS, they show "
+            "tls_cert; mutual: the process that connects shows one, too, and tls_ca signed both; off: in "
+            "plain",
             choices=("off", "on", "mutual"),
         ),
     ] = "off"
     tls_data_name: Annotated[
         str,
-        about("the name that nodes' certificates must have; empty: the host of each one's address"),
+        about(
+            "the name that certificates of nodes and engines must have; empty: the host of each one's address"
+        ),
     ] = ""
 
 

@@ -21,6 +21,7 @@ from moonpool.core.doctor.finding import Finding, State, absent, weak, works
 from moonpool.core.doctor.host import Host
 from moonpool.core.doctor.peer import Peer, examine_peer
 from moonpool.core.errors import ConfigError, Error
+from moonpool.core.service.data_tls import EngineTls
 from moonpool.core.transfer.engine import TransferEngine
 
 
@@ -73,7 +74,7 @@ def _of_configuration(host: Host, config: Config | ConfigError) -> Iterator[Find
 def _transports() -> Iterator[Finding]:
     """As an engine that is made here says of itself, each with its own reason."""
     try:
-        with TransferEngine("doctor", listen=None, token=b"of no peer") as engine:
+        with TransferEngine("doctor", listen=None, token=b"of no peer", tls=EngineTls()) as engine:
             for name, why in engine.transports().items():
                 if why:
                     yield absent(f"transport {name}", why)

@@ -27,8 +27,8 @@ from moonpool.core.doctor.finding import Finding, broken, weak, works
 from moonpool.core.errors import AuthError, ConfigError, Error, ProtocolError, Timeout
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.cluster import read_cluster
-from moonpool.core.service.control_tls import control_client_for
-from moonpool.core.service.data_tls import pool_tls_for
+from moonpool.core.service.control_tls import control_client_for, tls_settings_for
+from moonpool.core.service.data_tls import engine_tls, pool_tls_for
 from moonpool.core.store.store import Store
 from moonpool.core.store.types import PutStatus
 from moonpool.core.transfer.engine import TransferEngine
@@ -234,7 +234,8 @@ def _interface_of(local: str) -> tuple[str, int] | None:
 def _identify(peer: Peer, address: str, config: Config) -> None:
     try:
         token = config.client_token()
-        with TransferEngine("doctor", listen=None, token=token, timeout_s=ANSWER_S) as engine:
+        tls = engine_tls(tls_settings_for(config) or config, listens=False)
+        with TransferEngine("doctor", listen=None, token=token, timeout_s=ANSWER_S, tls=tls) as engine:
             segment = engine.open(address)
             _examine_engine(peer, engine, segment)
             return

@@ -30,6 +30,7 @@ from moonpool.core.transfer.types import Batch, Column, Local, Notification, Sli
 
 if TYPE_CHECKING:
     from moonpool import _native
+    from moonpool.core.service.data_tls import EngineTls
 
 
 class AsyncTransfer(TransferBase):
@@ -94,6 +95,7 @@ class AsyncTransferEngine(EngineFacts):
         io_threads: int = 2,
         connections_per_peer: int = 2,
         timeout_s: float = 5.0,
+        tls: EngineTls | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = {
             "name": name,
@@ -111,6 +113,7 @@ class AsyncTransferEngine(EngineFacts):
             "io_threads": io_threads,
             "connections_per_peer": connections_per_peer,
             "timeout_s": timeout_s,
+            "tls": tls,
         }
         self._metadata = metadata
         self._advertise = advertise

@@ -46,6 +46,7 @@ from moonpool.core.transfer.types import (
 
 if TYPE_CHECKING:
     from moonpool import _native
+    from moonpool.core.service.data_tls import EngineTls
 
 _LOOPBACK = "127.0.0.1:0"
 ABANDONED_LOOK_S = 0.01
@@ -123,11 +124,14 @@ class TransferEngine(EngineFacts):
     advertise:  "host" or "host:port" that is published there; "": the addresses that this engine listens on.
     io_threads: threads for TCP. connections_per_peer: TCP connections to each peer.
     timeout_s:  the longest wait without progress of every call that gives no ``deadline_s``.
+    tls:        of connections by TCP, as core.service.data_tls.engine_tls makes it: with it this engine opens
+                no other, and is opened by none, in plain. None: by the configuration (cluster.tls_data), else
+                as the node of this user says.
 
-    Raises ConfigError for an address in use or not allowed, and for a name that another engine has published;
-    InvalidArgument for an RDMA or EFA device that this host has not, with the list of those that it has;
-    AuthError where the store of names refuses us. After ``close()`` every call raises Closed; in a
-    child of fork() every call raises Forked.
+    Raises ConfigError for an address in use or not allowed, for TLS without a certificate, and for a name
+    that another engine has published; InvalidArgument for an RDMA or EFA device that this host has not, with
+    the list of those that it has; AuthError where the store of names refuses us. After ``close()`` every call
+    raises Closed; in a child of fork() every call raises Forked.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class TransferEngine(EngineFacts):
         io_threads: int = 2,
         connections_per_peer: int = 2,
         timeout_s: float = 5.0,
+        tls: EngineTls | None = None,
     ) -> None:
         store = store_of(metadata, token)
         self._native = native = open_engine(
@@ -168,6 +173,7 @@ class TransferEngine(EngineFacts):
             io_threads=io_threads,
             connections_per_peer=connections_per_peer,
             timeout_s=timeout_s,
+            tls=tls,
         )
         self._naming: Naming = name_engine(native, store, tenant=tenant, host_id=host_id, advertise=advertise)
         self._abandoned = Abandoned(native)
@@ -395,10 +401,12 @@ def open_engine(
     outside_transports: Sequence[str | os.PathLike[str]],
     rdma_devices: Sequence[str],
     efa_devices: Sequence[str],
+    tls: EngineTls | None,
     **options: Any,
 ) -> _native.Engine:
     """The native engine of both facades."""
     from moonpool import _native
+    from moonpool.core.service.data_tls import configured_engine_tls
 
     if not options["timeout_s"] > 0:  # NaN is not either
         raise InvalidArgument(f"timeout_s must be above 0, not {options['timeout_s']}", operation="engine")
@@ -412,7 +420,9 @@ def open_engine(
     addresses = [] if listen is None else [listen] if isinstance(listen, str) else list(listen)
     for address in addresses:
         _check_listen(address, token)
-    return _native.Engine(
+    if tls is None:
+        tls = configured_engine_tls(listens=bool(addresses))
+    native = _native.Engine(
         name,
         addresses,
         token or paths.read_or_create_token(),
@@ -420,8 +430,15 @@ def open_engine(
         outside_transports=library_paths(outside_transports),
         rdma_devices=own_rdma,
         efa_devices=own_efa,
+        tls_server=tls.server,
+        tls_client=tls.client,
         **options,
     )
+    if tls.server is not None:
+        from moonpool.core.transfer.engine_notes import log_notes
+
+        log_notes(native)
+    return native
 
 
 def _path_of(row: Any) -> PeerPath:

@@ -693,8 +693,10 @@ class Engine:
     """
     Moves bytes between registered memory of processes.
     """
-    def __init__(self, name: str, listen: collections.abc.Sequence[str], token: bytes, *, tenant: str = 'default', io_threads: typing.SupportsInt | typing.SupportsIndex = 2, connections_per_peer: typing.SupportsInt | typing.SupportsIndex = 2, transports: collections.abc.Sequence[str] | None = None, outside_transports: collections.abc.Sequence[str] = [], rdma_devices: collections.abc.Sequence[str] = [], rdma_library: str = '', efa_provider: str = 'efa', efa_devices: collections.abc.Sequence[str] = [], interface: str = '', host_id: str = '', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 5.0) -> None:
-        ...
+    def __init__(self, name: str, listen: collections.abc.Sequence[str], token: bytes, *, tenant: str = 'default', io_threads: typing.SupportsInt | typing.SupportsIndex = 2, connections_per_peer: typing.SupportsInt | typing.SupportsIndex = 2, transports: collections.abc.Sequence[str] | None = None, outside_transports: collections.abc.Sequence[str] = [], rdma_devices: collections.abc.Sequence[str] = [], rdma_library: str = '', efa_provider: str = 'efa', efa_devices: collections.abc.Sequence[str] = [], interface: str = '', host_id: str = '', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 5.0, tls_server: TlsServer | None = None, tls_client: TlsClient | None = None) -> None:
+        """
+        tls_server, tls_client: of connections by TCP that come and that are made. None: in plain.
+        """
     def admit(self, segment_id: bytes) -> None:
         ...
     def allocate(self, nbytes: typing.SupportsInt | typing.SupportsIndex, location: str = 'cpu:0') -> typing.Any:
@@ -741,6 +743,10 @@ class Engine:
         """
         The same without waiting; a ticket.
         """
+    def take_notes(self) -> list:
+        """
+        What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)
+        """
     def transfer(self, segments: int | collections.abc.Sequence[int], ops: str | bytes, local: typing.Any, remote: typing.Any, lengths: typing.Any, *, priority: int = 0, deadline_s: float | None = None, notify: bytes | None = None) -> int:
         """
         Moves the slices and waits for them; the bytes moved.
@@ -753,11 +759,19 @@ class Engine:
     def addresses(self) -> list[str]:
         ...
     @property
+    def closed(self) -> bool:
+        ...
+    @property
     def eventfd(self) -> int:
         ...
     @property
     def name(self) -> str:
         ...
+    @property
+    def notes_fd(self) -> int:
+        """
+        Readable when take_notes() has some, and at its end.
+        """
     @property
     def segment_id(self) -> bytes:
         ...

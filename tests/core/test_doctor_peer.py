@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -192,6 +192,25 @@ def test_a_region_smaller_than_a_piece_and_no_region_at_all() -> None:
         engine.allocate(100)
         (rate,) = look(engine.addresses[0]).rates
         assert rate.bytes % 100 == 0
+
+
+def test_an_engine_inside_tls(pem: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {
+        "tls_data": "on",
+        "tls_cert": pem("master"),
+        "tls_key": pem("test-key"),
+        "tls_ca": pem("authority"),
+    }
+    for name, value in variables(cluster).items():
+        monkeypatch.setenv(name, value)
+    with TransferEngine("a", token=TOKEN) as engine:
+        peer = look(engine.addresses[0])
+        assert (peer.kind, peer.name) == ("engine", "a")
+        for name in variables(cluster):
+            monkeypatch.delenv(name)
+        found = fault(look(engine.addresses[0]))
+    assert found.check == "TLS"
+    assert "this port speaks TLS only" in found.what
 
 
 def test_a_node_and_its_master(pool: Pool) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import moonpool
 from moonpool.core.errors import InvalidArgument
 from moonpool.core.printable import printable
+from moonpool.core.service.data_tls import EngineTls
 
 from ._codes import logger
 
@@ -146,5 +147,5 @@ def _why_no_devices(protocol: str, why: str) -> str:
 @functools.cache
 def _transports_here() -> dict[str, str]:
     """Each transport of this moonpool -> "" when it works on this host, else the reason."""
-    with moonpool.TransferEngine("transports", listen=None, metadata="") as probe:
+    with moonpool.TransferEngine("transports", listen=None, metadata="", tls=EngineTls()) as probe:
         return probe.transports()

@@ -50,6 +50,7 @@ from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Hold, Ref
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Heartbeat, Known, Progress, Want
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.core.errors import Closed, Error, Unavailable
+from moonpool.core.service.data_tls import EngineTls
 from moonpool.core.transfer.engine import TransferEngine
 from moonpool.core.transfer.types import Batch, Column
 
@@ -110,9 +111,11 @@ class HandoverWorker:
         log: logging.Logger,
         device: DeviceMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tls: EngineTls | None = None,
     ) -> None:
-        """device: on which the KV memory lies, None: on the host. Raises ConfigError for an address that
-        cannot be listened on, Unavailable when the engine cannot move memory of the device."""
+        """device: on which the KV memory lies, None: on the host. tls: as of TransferEngine. Raises
+        ConfigError for an address that cannot be listened on, Unavailable when the engine cannot move memory
+        of the device."""
         self._memory = memory
         self._device = device
         self._before: dict[str, _native.Mark | Error] = {}  # of each pull: before it nothing is written
@@ -140,6 +143,7 @@ class HandoverWorker:
             transports=transports,
             tenant=tenant,
             metadata="",
+            tls=tls,
         )
         for address, length in memory.spans:
             self._engine.register((address, length))

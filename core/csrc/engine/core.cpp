@@ -100,6 +100,8 @@ Status Engine::Core::start() {
         own.addresses = options.listen;
         own.token = options.token;
         own.incarnation = random_incarnation();
+        own.tls = options.tls_server;
+        own.journal = options.journal;
         Result<std::unique_ptr<Listener>> made = Listener::create(std::move(own));
         if (!made) return made.error();
         listener = std::move(*made);
@@ -170,6 +172,7 @@ Status Engine::Core::start_transports() {
         .card_waiters = card_waiters,
         .closing = closing,
         .options = {.token = options.token,
+                    .tls = options.tls_client,
                     .interface = options.interface,
                     .connections_per_peer = options.connections_per_peer,
                     .frame_bytes = options.frame_bytes,

@@ -453,11 +453,18 @@ std::vector<std::pair<std::string, uint64_t>> Engine::metrics() const {
     transport::Metrics rows;
     for (const Core::Entry& entry : core.transports) entry.transport->metrics(std::string(entry.name), rows);
     auto& tickets = core_->tickets;
+    uint64_t handshakes_refused = 0;
+    if (core.listener != nullptr) {
+        const ListenerCounters& door = core.listener->counters();
+        handshakes_refused = door.auth_failures_total + door.protocol_errors_total +
+                             door.handshake_timeouts_total + door.refused_total;
+    }
     rows.insert(rows.end(), {{"transfers_total", c.transfers_total},
                              {"transfers_failed_total", c.transfers_failed_total},
                              {"retries_total", c.retries_total},
                              {"slices_refused_total", c.slices_refused_total},
                              {"protocol_errors_total", c.protocol_errors_total},
+                             {"handshakes_refused_total", handshakes_refused},
                              {"notifications_sent_total", c.notifications_sent_total},
                              {"notifications_received_total", c.notifications_received_total},
                              {"notifications_refused_total", c.notifications_refused_total},

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "base/clock.hpp"
+#include "base/journal.hpp"
 #include "base/result.hpp"
 #include "io/opened_file.hpp"
 #include "transport/memory.hpp"
@@ -70,6 +71,11 @@ struct EngineOptions {
     uint64_t (*link_clock_ns)() = now_ns;
     std::string machine;  // before /sys and /dev, where DAX devices are looked for; tests have machines
     std::span<const transport::Factory> registry = transport::registry();  // tests add to it
+    // Connections of TCP, of control and of bytes, are inside TLS, those that come and those that are made;
+    // null: in plain. A shared `listener` has its own.
+    std::shared_ptr<const TlsServer> tls_server = nullptr;
+    std::shared_ptr<const TlsClient> tls_client = nullptr;
+    std::shared_ptr<Journal> journal = nullptr;  // of callers that the port refused; null: they are counted
     Listener* listener = nullptr;  // a port shared with others; offered to before its start(), outlives us
 };
 

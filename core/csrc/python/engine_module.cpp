@@ -13,10 +13,13 @@
 #include <pybind11/typing.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 
+#include "base/journal.hpp"
 #include "engine/engine.hpp"
+#include "python/notes.hpp"
 #include "python/raise.hpp"
 #include "python/secrets.hpp"
 #include "wire/address.hpp"
@@ -274,7 +277,8 @@ class PyEngine {
              std::optional<std::vector<std::string>> transports, std::vector<std::string> outside_transports,
              std::vector<std::string> rdma_devices, std::string rdma_library, std::string efa_provider,
              std::vector<std::string> efa_devices, std::string interface, std::string host_id,
-             double timeout_s) {
+             double timeout_s, std::optional<std::shared_ptr<TlsServer>> tls_server,
+             std::optional<std::shared_ptr<TlsClient>> tls_client) {
         EngineOptions options;
         options.name = std::move(name);
         options.listen = std::move(listen);
@@ -295,6 +299,9 @@ class PyEngine {
         options.interface = std::move(interface);
         options.host_id = std::move(host_id);
         options.timeout_ms = std::max(1, milliseconds_from_zero(timeout_s));
+        options.tls_server = tls_server.value_or(nullptr);
+        options.tls_client = tls_client.value_or(nullptr);
+        options.journal = journal_;
         engine_ = unwrap(without_gil([&] { return Engine::create(std::move(options)); }), "engine");
     }
     // Threads of the engine end here, without the GIL, before Python's memory that they may copy goes.
@@ -442,8 +449,16 @@ class PyEngine {
     py::bytes segment_id() { return id_bytes(engine_->segment_id()); }
     bool close() {
         py::gil_scoped_release nogil;
-        return static_cast<bool>(engine_->close());
+        bool left = static_cast<bool>(engine_->close());
+        // Wakes the thread that waits for notes. A child of fork() has its parent's descriptor.
+        if (!closed_.exchange(true) && engine_->in_this_process()) {
+            journal_->note(Level::kDebug, "engine_closed", "", "the engine is closed");
+        }
+        return left;
     }
+    bool closed() const { return closed_; }
+    int notes_fd() const { return journal_->fd(); }
+    py::list take_notes() { return notes_of(*journal_); }
 
    private:
     static py::bytes id_bytes(const transport::SegmentId& id) {
@@ -461,6 +476,8 @@ class PyEngine {
         return id;
     }
 
+    const std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
+    std::atomic<bool> closed_{false};
     std::shared_ptr<Engine> engine_;
 };
 
@@ -509,13 +526,16 @@ void bind_engine(py::module_& m) {
         .def(py::init<std::string, std::vector<std::string>, const py::bytes&, std::string, uint32_t,
                       uint32_t, std::optional<std::vector<std::string>>, std::vector<std::string>,
                       std::vector<std::string>, std::string, std::string, std::vector<std::string>,
-                      std::string, std::string, double>(),
+                      std::string, std::string, double, std::optional<std::shared_ptr<TlsServer>>,
+                      std::optional<std::shared_ptr<TlsClient>>>(),
              py::arg("name"), py::arg("listen"), py::arg("token"), py::kw_only(),
              py::arg("tenant") = "default", py::arg("io_threads") = 2, py::arg("connections_per_peer") = 2,
              py::arg("transports") = py::none(), py::arg("outside_transports") = std::vector<std::string>(),
              py::arg("rdma_devices") = std::vector<std::string>(), py::arg("rdma_library") = "",
              py::arg("efa_provider") = "efa", py::arg("efa_devices") = std::vector<std::string>(),
-             py::arg("interface") = "", py::arg("host_id") = "", py::arg("timeout_s") = 5.0)
+             py::arg("interface") = "", py::arg("host_id") = "", py::arg("timeout_s") = 5.0,
+             py::arg("tls_server") = py::none(), py::arg("tls_client") = py::none(),
+             "tls_server, tls_client: of connections by TCP that come and that are made. None: in plain.")
         .def_property_readonly("name", [](PyEngine& e) { return e.engine().name(); })
         .def_property_readonly("addresses", [](PyEngine& e) { return e.engine().addresses(); })
         .def_property_readonly("segment_id", &PyEngine::segment_id)
@@ -543,6 +563,11 @@ void bind_engine(py::module_& m) {
         .def("notify", &PyEngine::notify, py::arg("segment"), py::arg("message"))
         .def("notifications", &PyEngine::notifications)
         .def("metrics", &PyEngine::metrics)
+        .def_property_readonly("closed", &PyEngine::closed)
+        .def_property_readonly("notes_fd", &PyEngine::notes_fd,
+                               "Readable when take_notes() has some, and at its end.")
+        .def("take_notes", &PyEngine::take_notes,
+             "What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)")
         .def("close", &PyEngine::close,
              "Ends what runs. False: a device or a stopped peer may still access registered memory, which "
              "must "

@@ -65,6 +65,9 @@ struct Region : RegionMemory {
     void close() { closing_.store(true); }
     bool closing() const { return closing_.load(); }
     bool on_card() const { return card != nullptr; }
+    // Its pages are this engine's own: no user unmaps or truncates them. Of any other region a copy by code
+    // of this process could be a SIGSEGV.
+    bool stays_mapped() const { return memory != nullptr && memory->fd() >= 0; }
     bool drained() const {
         if (operations_.load() != 0) device::CardCopier::collect_all();
         return visits_.load() == 0 && operations_.load() == 0;

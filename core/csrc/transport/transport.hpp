@@ -33,6 +33,7 @@
 #include "transport/workers.hpp"
 #include "wire/limits.hpp"
 #include "wire/secrets.hpp"
+#include "wire/tls.hpp"
 
 namespace moonpool::transport {
 
@@ -65,6 +66,7 @@ struct FabricOptions : NicOptions {
 
 struct ConnectOptions {
     Secrets token;
+    std::shared_ptr<const TlsClient> tls = nullptr;  // of connections by TCP to peers; null: in plain
     std::string interface;  // network device of connections to peers, empty: the route decides
     uint32_t connections_per_peer = 2;
     uint64_t frame_bytes = 0;      // of TCP; 0: its own choice

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "../certificates.hpp"
 #include "../device/bed.hpp"
 #include "../random.hpp"
 #include "../sanitizer.hpp"
@@ -38,6 +39,18 @@ class OutsideBed {
     }
 };
 
+// While one lives, engines of the test speak TCP inside TLS.
+class TlsBed {
+   public:
+    TlsBed() { in_use() = true; }
+    ~TlsBed() { in_use() = false; }
+    TlsBed(const TlsBed&) = delete;
+    static bool& in_use() {
+        static bool used = false;
+        return used;
+    }
+};
+
 inline EngineOptions engine_options(const std::string& name, const std::string& transport) {
     EngineOptions options;
     options.name = name;
@@ -53,6 +66,10 @@ inline EngineOptions engine_options(const std::string& name, const std::string& 
         options.rdma.silence_ms = 3000;       // of a machine that is busy
     }
     if (OutsideBed::in_use()) options.outside_transports = {beside_program("libunix_socket.so")};
+    if (TlsBed::in_use()) {
+        options.tls_server = tls_server();
+        options.tls_client = tls_client();
+    }
     if (FabricBed::in_use()) options.fabric = tcp_fabric();
     if (!transport.empty()) options.transports = std::vector<std::string>{transport};
     return options;
@@ -87,6 +104,13 @@ inline Bed*& cards_there() {
     return bed;
 }
 
+inline void inside_tls(const std::function<void(const std::string&)>& body) {
+    TlsBed tls;
+    const bool is_inside_tls = true;
+    CAPTURE(is_inside_tls);
+    body("tcp");
+}
+
 inline void each_transport(const std::function<void(const std::string&)>& body) {
     for (const std::string& transport : transports_here()) {
         CAPTURE(transport);
@@ -104,6 +128,7 @@ inline void each_transport(const std::function<void(const std::string&)>& body) 
             std::optional<FabricBed> fabric;
             if (transport == "efa") fabric.emplace();
             body(transport);
+            if (transport == "tcp") inside_tls(body);
             continue;
         }
         Bed bed(Policy::kShuffled, 78);
@@ -125,6 +150,7 @@ inline void each_host_transport(const std::function<void(const std::string&)>& b
         std::optional<OutsideBed> outside;
         if (transport == kOutside) outside.emplace();
         body(transport);
+        if (transport == "tcp") inside_tls(body);
     }
 }
 

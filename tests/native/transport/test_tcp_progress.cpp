@@ -16,7 +16,7 @@ TEST_CASE("tcp: a question in the buffers of a socket gives its transfer no more
         int ends[2];
         REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0);
         Fd peer(ends[1]);  // which answers nothing
-        tcp::Channel channel(Fd(ends[0]), 1, "a line", tcp::kFrameBytes);
+        tcp::Channel channel(Fd(ends[0]), nullptr, 1, "a line", tcp::kFrameBytes);
         TransportCounters moved;
         Counters counters;
         tcp::Queue queue(moved, counters);

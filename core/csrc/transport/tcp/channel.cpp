@@ -30,25 +30,27 @@ uint32_t next_channel() {
 
 class Greeting {
    public:
-    Greeting(int fd, const DialOptions& options)
-        : fd_(fd), end_(deadline_in(options.timeout_ms)), given_up_(options.given_up) {}
+    Greeting(const SecureSocket& socket, const DialOptions& options)
+        : socket_(socket), end_(deadline_in(options.timeout_ms)), given_up_(options.given_up) {}
 
+    // Returns when the socket has all of it, with what TLS has made of it.
     Status send(const std::vector<std::byte>& bytes) {
-        for (size_t sent = 0; sent < bytes.size();) {
-            ssize_t n = ::send(fd_, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+        for (size_t sent = 0; sent < bytes.size() || socket_.unsent();) {
+            iovec part{const_cast<std::byte*>(bytes.data()) + sent, bytes.size() - sent};
+            ssize_t n = socket_.send(&part, 1, false);
             if (Status status = after(n, POLLOUT); !status) return status;
             sent += static_cast<size_t>(std::max<ssize_t>(n, 0));
         }
         return success();
     }
     Status receive(void* data, size_t size) {
-        auto* at = static_cast<std::byte*>(data);
-        while (size != 0) {
-            ssize_t n = ::recv(fd_, at, size, MSG_DONTWAIT);
+        iovec part{data, size};
+        while (part.iov_len != 0) {
+            ssize_t n = socket_.receive(&part, 1, false, nullptr);
             if (n == 0) return Error{Code::kUnavailable, "the peer closed the connection"};
             if (Status status = after(n, POLLIN); !status) return status;
-            at += std::max<ssize_t>(n, 0);
-            size -= static_cast<size_t>(std::max<ssize_t>(n, 0));
+            part.iov_base = static_cast<std::byte*>(part.iov_base) + std::max<ssize_t>(n, 0);
+            part.iov_len -= static_cast<size_t>(std::max<ssize_t>(n, 0));
         }
         return success();
     }
@@ -57,16 +59,17 @@ class Greeting {
     // Of a system call: waits when it has to be made again.
     Status after(ssize_t n, short events) const {
         if (n >= 0 || errno == EINTR) return success();
+        if (errno == EPROTO && socket_.tls != nullptr) return socket_.tls->error("the peer");
         if (errno != EAGAIN) {
             return Error{Code::kUnavailable, std::string("the connection is lost: ") + std::strerror(errno)};
         }
-        Result<bool> ready = wait_for(fd_, events, end_, given_up_);
+        Result<bool> ready = wait_for(socket_.fd, events, end_, given_up_);
         if (!ready) return ready.error();
         return *ready ? success()
                       : Status(Error{Code::kTimeout, "the peer did not answer the greeting in time"});
     }
 
-    int fd_;
+    SecureSocket socket_;
     Deadline end_;
     const std::atomic<bool>* given_up_;
 };
@@ -87,7 +90,7 @@ Result<std::unique_ptr<Channel>> greet(const ChannelOptions& options, Dialed dia
     hello.name = options.self_name;
     hello.channel = next_channel();
     auto channel =
-        std::make_unique<Channel>(std::move(dialed.fd), hello.channel,
+        std::make_unique<Channel>(std::move(dialed.fd), std::move(dialed.tls), hello.channel,
                                   local_address(fd) + " -> " + peer_address(fd), options.frame_bytes);
     std::vector<std::byte> frame;
     uint64_t id = channel->next_request++;
@@ -95,7 +98,7 @@ Result<std::unique_ptr<Channel>> greet(const ChannelOptions& options, Dialed dia
     Writer w(frame);
     encode(w, hello);
     finish_frame(frame, 0);
-    Greeting greeting(fd, options.dial);
+    Greeting greeting(channel->socket(), options.dial);
     if (Status status = greeting.send(frame); !status) return status.error();
     FrameHeader header;
     if (Status status = greeting.receive(&header, sizeof(header)); !status) return status.error();

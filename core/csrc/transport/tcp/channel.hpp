@@ -11,6 +11,7 @@
 #include "base/fork.hpp"
 #include "transport/frames.hpp"
 #include "transport/identity.hpp"
+#include "transport/tcp/secure_io.hpp"
 #include "wire/dial.hpp"
 
 namespace moonpool::transport::tcp {
@@ -26,10 +27,17 @@ struct ChannelOptions {
 };
 
 struct Channel {
-    Channel(Fd socket, uint32_t n, std::string text, uint64_t frame)
-        : fd(std::move(socket)), number(n), path(std::move(text)), frame_bytes(frame) {}
+    Channel(Fd socket, std::unique_ptr<TlsStream> secure, uint32_t n, std::string text, uint64_t frame)
+        : fd(std::move(socket)),
+          tls(std::move(secure)),
+          number(n),
+          path(std::move(text)),
+          frame_bytes(frame) {}
 
-    Fd fd;  // non-blocking
+    SecureSocket socket() const { return {fd.get(), tls.get()}; }
+
+    Fd fd;                           // non-blocking
+    std::unique_ptr<TlsStream> tls;  // null: in plain
     ClosedInChildren closed_in_children{fd};
     uint32_t number;   // never used twice in a process: a fence names it, and must not mean a later one
     std::string path;  // "127.0.0.1:40000 -> 127.0.0.1:7710"

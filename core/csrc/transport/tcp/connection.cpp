@@ -49,24 +49,16 @@ std::byte* scratch() {
 }
 constexpr size_t kScratchBytes = 65536;
 
-// The two calls by which a peer's bytes enter and leave memory that other threads may use at that moment.
-// What orders such uses is the peers' agreement, which ThreadSanitizer does not see.
-ssize_t read_parts(int fd, const iovec* parts, int count) {
-    OrderedByThePeer scope;
-    return ::readv(fd, parts, count);
-}
-
-ssize_t send_parts(int fd, const msghdr& message) {
-    OrderedByThePeer scope;
-    return ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-}
+constexpr const char* kUnmappedText = "is registered but not mapped";
 
 }  // namespace
 
-Connection::Connection(Target& target, EventLoop& loop, Fd fd, std::string peer)
+Connection::Connection(Target& target, EventLoop& loop, Fd fd, std::unique_ptr<TlsStream> tls,
+                       std::string peer)
     : target_(target),
       loop_(loop),
       fd_(std::move(fd)),
+      tls_(std::move(tls)),
       peer_(std::move(peer)),
       since_ms_(now_ms()),
       pace_(target.context().options.limits, since_ms_) {
@@ -95,12 +87,27 @@ bool Connection::move_on(uint32_t events) {
     }
     if (!flush()) return false;
     watch();
+    if (socket().pending() && !backlogged()) come_again();
     return true;
+}
+
+void Connection::begin() {
+    if (socket().pending() || socket().unsent()) come_again();
+}
+
+// What TLS holds is no event of the socket. Others have their turn before.
+void Connection::come_again() {
+    if (std::exchange(comes_again_, true)) return;
+    loop_.post([self = shared_from_this()] {
+        self->comes_again_ = false;
+        if (self->over_ || self->fenced_) return;
+        if (!self->on_events(0)) self->loop_.remove(self->fd_.get());
+    });
 }
 
 // Nothing is read while answers pile up, nothing is awaited that cannot come.
 void Connection::watch() {
-    bool sends = !out_.empty() && out_.front().ready;
+    bool sends = (!out_.empty() && out_.front().ready) || socket().unsent();
     uint32_t events = (backlogged() ? 0u : uint32_t{EPOLLIN}) | (sends ? uint32_t{EPOLLOUT} : 0u);
     if (events == watched_) return;
     watched_ = events;
@@ -108,7 +115,8 @@ void Connection::watch() {
 }
 
 bool Connection::backlogged() const {
-    return out_.size() > kAnswersMax || out_bytes_ > kAnswerBytesMax || wants_slot_ || awaits_fence_;
+    return out_.size() > kAnswersMax || out_bytes_ > kAnswerBytesMax || wants_slot_ || awaits_fence_ ||
+           socket().unsent_bytes() > kUnsentBytesMax;
 }
 
 // Called by the loop now and then: ends a connection that is in the middle of a frame, or owes answers,
@@ -119,7 +127,10 @@ bool Connection::on_tick(uint64_t now) {
     if (!card_work_.empty() || awaits_slot_ || awaits_fence_) return true;
     if (ended_) return now - ended_ms_ <= kEndedMs;
     if (!greeted_) return now - since_ms_ <= target_.context().options.limits.handshake_ms;
-    if (!is_inside()) pace_.restart(now);
+    if (!is_inside()) {
+        pace_.restart(now);
+        if (tls_ != nullptr) tls_->shrink();
+    }
     return !pace_.is_late(now);
 }
 
@@ -128,7 +139,7 @@ bool Connection::on_tick(uint64_t now) {
 // repeats its writes elsewhere, and no late byte of this connection comes after them.
 void Connection::fence() {
     fenced_.store(true);
-    while (writing_.load()) ::sched_yield();  // one system call that does not block
+    while (writing_.load()) ::sched_yield();  // one call that does not block
     loop_.post([self = shared_from_this()] { self->loop_.remove(self->fd()); });
 }
 
@@ -141,7 +152,8 @@ Connection::Flow Connection::receive() {
         in_begin_ = 0;
         if (in_.size() - in_end_ < kInBytes / 2) in_.resize(in_.size() * 2);
     }
-    ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, in_.size() - in_end_, MSG_DONTWAIT);
+    iovec room{in_.data() + in_end_, in_.size() - in_end_};
+    ssize_t n = socket().receive(&room, 1, false, nullptr);
     if (n == 0) return Flow::kOver;
     if (n < 0) return errno == EAGAIN || errno == EINTR ? Flow::kBlocked : Flow::kOver;
     uint64_t now = now_ms();
@@ -154,7 +166,7 @@ Connection::Flow Connection::receive() {
     }
     // A read that did not fill the buffer has emptied the socket: the system call that would say so is
     // left out.
-    bool short_read = in_end_ < in_.size();
+    bool short_read = in_end_ < in_.size() && tls_ == nullptr;
     if (!parse()) return Flow::kOver;
     if (receiving_ || !short_read) return Flow::kMoved;
     return Flow::kBlocked;  // epoll tells when there is more
@@ -323,6 +335,12 @@ std::byte* Connection::destination(size_t i, uint64_t at) const {
     return reinterpret_cast<std::byte*>(incoming_.rows[i].address + at);
 }
 
+// Whether what is copied there may meet memory that its user has unmapped; a slot of pinned memory is ours.
+bool Connection::may_fault(size_t i) const {
+    bool staged = incoming_.cards != nullptr && incoming_.cards->staged(i) != nullptr;
+    return !staged && !incoming_.places[i]->stays_mapped();
+}
+
 // Whether `bytes` at `at` of a row that has a place may be written now; else it is refused.
 bool Connection::may_touch(size_t i, uint64_t at, uint64_t bytes, Visit& visit) {
     const TransferRow& row = incoming_.rows[i];
@@ -348,8 +366,7 @@ void Connection::take_payload(const std::byte* bytes, size_t size) {
         if (n != 0 && incoming_.places[incoming_.row] != nullptr) {
             Visit visit;
             if (may_touch(incoming_.row, incoming_.at, n, visit)) {
-                OrderedByThePeer scope;
-                std::memcpy(destination(incoming_.row, incoming_.at), bytes, n);
+                put_bytes(incoming_.row, bytes, n);
             }
         }
         bytes += n;
@@ -361,6 +378,17 @@ void Connection::take_payload(const std::byte* bytes, size_t size) {
         }
     }
     writing_.store(false);
+}
+
+// The next of a row that has a place and was entered.
+void Connection::put_bytes(size_t row, const std::byte* bytes, size_t size) {
+    OrderedByThePeer scope;
+    std::byte* to = destination(row, incoming_.at);
+    if (!may_fault(row)) {
+        std::memcpy(to, bytes, size);
+    } else if (!copy_to_user(to, bytes, size)) {
+        refuse_row(row, kUnmappedText);
+    }
 }
 
 // Moves the cursor over bytes that came; never past the last row.
@@ -385,7 +413,8 @@ void Connection::advance(uint64_t size) {
 Connection::Flow Connection::receive_payload() {
     iovec parts[kServedRangesMax];
     int count = 0;
-    size_t first = 0;  // the row of parts[0]
+    size_t rows[kServedRangesMax];  // of each part
+    bool faults = false;            // one of them may
     uint64_t room = 0;
     Visit visit;
     // Bytes of refused rows come all the same, since the initiator sent them with the frame; they are
@@ -394,7 +423,7 @@ Connection::Flow Connection::receive_payload() {
     for (size_t i = incoming_.row; i < incoming_.rows.size() && count < ranges_max; ++i) {
         const TransferRow& row = incoming_.rows[i];
         if (row.direction != 1) continue;
-        first = count == 0 ? i : first;
+        rows[count] = i;
         uint64_t at = i == incoming_.row ? incoming_.at : 0;
         uint64_t n = std::min<uint64_t>(row.length - at, kAccessBytesMax - room);
         if (n == 0) continue;
@@ -404,6 +433,7 @@ Connection::Flow Connection::receive_payload() {
             if (n < row.length - at) break;
         } else {
             parts[count++] = {destination(i, at), n};
+            faults |= may_fault(i);
         }
         room += n;
         if (room == kAccessBytesMax) break;
@@ -414,18 +444,18 @@ Connection::Flow Connection::receive_payload() {
         return Flow::kOver;
     }
     // From here on fence() waits for this call.
-    ssize_t n = read_parts(fd_.get(), parts, count);
+    unmapped_.clear();
+    ssize_t n = socket().receive(parts, static_cast<size_t>(count), faults, &unmapped_);
     int error = errno;
     writing_.store(false);
     visit.end();
+    for (size_t part : unmapped_) refuse_row(rows[part], kUnmappedText);
     if (n == 0) return Flow::kOver;
     if (n < 0) {
         if (error == EFAULT) {
             // Its owner unmapped a region that is registered. The kernel does not say which row it was: from
             // here on each has a call of its own.
-            if (count == 1 && incoming_.places[first] != nullptr) {
-                refuse_row(first, "is registered but not mapped");
-            }
+            if (count == 1 && incoming_.places[rows[0]] != nullptr) refuse_row(rows[0], kUnmappedText);
             one_by_one_ = true;
             return Flow::kMoved;
         }
@@ -703,7 +733,25 @@ void Connection::free_slot(Answer& answer) {
 
 // Sends what it can. False: the connection is over.
 bool Connection::flush() {
+    const size_t held = socket().unsent_bytes();
+    bool lives = flush_answers();
+    if (lives && socket().unsent() && !tls_->flush(fd_.get())) lives = errno == EAGAIN;
+    // What TLS took before, and the socket takes now, is progress, too.
+    if (held > socket().unsent_bytes()) pace_.moved(held - socket().unsent_bytes(), now_ms());
+    if (!lives) return false;
+    // The reason is out; the initiator reads it and closes, or on_tick() does.
+    if (ended_ && out_.empty() && !socket().unsent()) {
+        if (tls_ != nullptr) tls_->end(fd_.get());
+        ::shutdown(fd_.get(), SHUT_WR);
+    }
+    return true;
+}
+
+bool Connection::flush_answers() {
+    uint64_t turn = 0;
     while (!out_.empty() && out_.front().ready) {
+        // The socket has room, and says so: encryption takes time that others wait for.
+        if (tls_ != nullptr && turn >= kSecureTurnBytes) return true;
         Answer& answer = out_.front();
         iovec parts[kServedRangesMax];
         size_t count = 0;
@@ -711,6 +759,7 @@ bool Connection::flush() {
             parts[count++] = {answer.head.data() + answer.head_sent, answer.head.size() - answer.head_sent};
         }
         Visit visit;
+        bool may_fault = false;
         for (size_t i = answer.row; i < answer.rows.size() && count < kServedRangesMax; ++i) {
             const ReadRow& row = answer.rows[i];
             uint64_t at = i == answer.row ? answer.at : 0;
@@ -721,11 +770,9 @@ bool Connection::flush() {
                 return false;
             }
             parts[count++] = {reinterpret_cast<void*>(row.address + at), rest};
+            may_fault |= row.place != nullptr && !row.place->stays_mapped();
         }
-        msghdr message{};
-        message.msg_iov = parts;
-        message.msg_iovlen = count;
-        ssize_t n = send_parts(fd_.get(), message);
+        ssize_t n = socket().send(parts, count, may_fault);
         visit.end();
         if (n < 0) {
             if (errno == EINTR) continue;
@@ -734,6 +781,7 @@ bool Connection::flush() {
             return true;
         }
         pace_.moved(static_cast<uint64_t>(n), now_ms());
+        turn += static_cast<uint64_t>(n);
         auto left = static_cast<uint64_t>(n);
         uint64_t head = std::min<uint64_t>(left, answer.head.size() - answer.head_sent);
         answer.head_sent += head;
@@ -762,8 +810,6 @@ bool Connection::flush() {
         }
         out_.pop_front();
     }
-    // The reason is out; the initiator reads it and closes, or on_tick() does.
-    if (ended_ && out_.empty()) ::shutdown(fd_.get(), SHUT_WR);
     return true;
 }
 

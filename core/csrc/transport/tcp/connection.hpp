@@ -4,6 +4,8 @@
 //                                   └──► any other frame, whole          straight into the regions
 //   answers ──► out_, in the order of the questions; while too many wait, nothing more is read
 //
+// Inside TLS the same bytes pass through tls_, which may hold some of either direction (SecureSocket).
+//
 // Rows that are memory of a card pass through a slot of pinned memory (card_rows.hpp). Another thread waits
 // for the card, while this one reads the next frames; the answer keeps its place in out_.
 //
@@ -19,6 +21,7 @@
 #include "base/event_loop.hpp"
 #include "transport/frames.hpp"
 #include "transport/tcp/card_rows.hpp"
+#include "transport/tcp/secure_io.hpp"
 #include "transport/tcp/target.hpp"
 #include "wire/frame_pace.hpp"
 
@@ -26,12 +29,15 @@ namespace moonpool::transport::tcp {
 
 class Connection final : public EventHandler, public std::enable_shared_from_this<Connection> {
    public:
-    Connection(Target& target, EventLoop& loop, Fd fd, std::string peer);
+    // tls: null: in plain.
+    Connection(Target& target, EventLoop& loop, Fd fd, std::unique_ptr<TlsStream> tls, std::string peer);
     ~Connection() override;
 
     bool on_events(uint32_t events) override;
     bool on_tick(uint64_t now_ms) override;
     int fd() const { return fd_.get(); }
+    // On the loop's thread, which has it since: what TLS holds already is no event of the socket.
+    void begin();
 
     // From any thread: when it returns, nothing that came over this connection is written any more, but by
     // cards, and nothing that came is handed to one. copying(): whether they have ended, too.
@@ -89,9 +95,11 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     void start_card_work();
     void end_card_work(const CardRows::Refused& refused);
     void take_payload(const std::byte* bytes, size_t size);
+    void put_bytes(size_t row, const std::byte* bytes, size_t size);
     void advance(uint64_t size);
     bool may_touch(size_t row, uint64_t at, uint64_t bytes, Visit& visit);
     std::byte* destination(size_t row, uint64_t at) const;
+    bool may_fault(size_t row) const;
     static void refuse_row(Incoming& in, size_t row, const Error& why);
     void refuse_row(size_t row, const char* why);
     void finish_transfer();
@@ -106,14 +114,20 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     void answer_error(uint64_t request_id, Code code, const std::string& text);
     bool protocol_error(const std::string& text);
     bool flush();
+    bool flush_answers();
     void watch();
+    void come_again();
+    SecureSocket socket() const { return {fd_.get(), tls_.get()}; }
     bool backlogged() const;
-    bool is_inside() const { return receiving_ || in_begin_ != in_end_ || !out_.empty(); }
+    bool is_inside() const {
+        return receiving_ || in_begin_ != in_end_ || !out_.empty() || socket().unsent();
+    }
 
     Target& target_;
     EventLoop& loop_;
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
+    std::unique_ptr<TlsStream> tls_;
     std::string peer_;       // ip:port
     std::string peer_name_;  // as the initiator calls itself
     Target::Name name_;
@@ -126,8 +140,10 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     std::vector<std::byte> in_;
     size_t in_begin_ = 0, in_end_ = 0;
     bool receiving_ = false;
-    bool one_by_one_ = false;  // rows of this payload: one of them is not mapped
+    bool comes_again_ = false;  // the loop has been asked for another turn
+    bool one_by_one_ = false;   // rows of this payload: one of them is not mapped
     Incoming incoming_;
+    std::vector<size_t> unmapped_;  // of one call
     // Cards. One frame after another is at work, on a thread that may wait; no frame gets a slot for its
     // writes while reads before it may want one, so that no two connections wait for each other's slots.
     std::deque<std::shared_ptr<CardWork>> card_work_;

@@ -136,6 +136,10 @@ Visit::Access Run::place(const Frame& frame, const Piece& piece, uint64_t skip, 
 }
 
 bool Run::send_some(bool& moved) {
+    // Of what TLS took before; a frame that is sent may be among it.
+    if (channel_.socket().unsent() && !channel_.tls->flush(channel_.fd.get()) && errno != EAGAIN) {
+        return lost(errno);
+    }
     for (;;) {
         if (sent_ == frames_.size() && !make_frame()) return true;
         Frame& frame = frames_[sent_];
@@ -149,6 +153,7 @@ bool Run::send_some(bool& moved) {
             skip -= frame.head.size();
         }
         Visit visit;
+        bool may_fault = false;
         auto access = Visit::Access::kGranted;
         for (const Piece& piece : frame.pieces) {
             if (piece.read) continue;
@@ -158,6 +163,7 @@ bool Run::send_some(bool& moved) {
             }
             access = place(frame, piece, skip, visit, parts[count++]);
             if (access != Visit::Access::kGranted) break;
+            may_fault |= !Queue::job(*frame.task).locals[piece.slice]->stays_mapped();
             skip = 0;
         }
         if (access == Visit::Access::kOutside) return false;
@@ -169,10 +175,7 @@ bool Run::send_some(bool& moved) {
             drop(sent_);
             continue;
         }
-        msghdr message{};
-        message.msg_iov = parts;
-        message.msg_iovlen = count;
-        ssize_t n = ::sendmsg(channel_.fd.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t n = channel_.socket().send(parts, count, may_fault);
         int error = errno;
         visit.end();
         if (n < 0) {
@@ -213,6 +216,9 @@ bool Run::receive_some(bool& moved) {
             return errno == EAGAIN || lost(errno);
         }
         if (n < 0) return false;
+        if (channel_.socket().unsent_bytes() > kUnsentBytesMax) {
+            return broken(Code::kProtocol, "the peer asks for new keys of TLS, and reads nothing");
+        }
         moved = true;
         progress(frame);
         have_ += static_cast<uint64_t>(n);
@@ -222,7 +228,9 @@ bool Run::receive_some(bool& moved) {
             if (part_ == Part::kPayload) queue_.settle(frame, body_, refusal_);
             drop(0);
             // Bytes behind the last answer that was asked for answer nothing.
-            if (frames_.empty() && ahead_begin_ != ahead_end_) return misfit();
+            if (frames_.empty() && (ahead_begin_ != ahead_end_ || channel_.socket().pending())) {
+                return misfit();
+            }
         }
     }
     return true;
@@ -243,6 +251,7 @@ ssize_t Run::receive_payload(Frame& frame) {
     iovec parts[kIovecsMax];
     size_t count = 0;
     Visit visit;
+    bool may_fault = false;
     uint64_t skip = have_;
     for (size_t i = 0; i < frame.pieces.size(); ++i) {
         Piece& piece = frame.pieces[i];
@@ -260,6 +269,7 @@ ssize_t Run::receive_payload(Frame& frame) {
             auto access = place(frame, piece, skip, visit, parts[count]);
             if (access == Visit::Access::kOutside) return -2;
             piece.lost = access == Visit::Access::kClosing;
+            may_fault |= !Queue::job(*frame.task).locals[piece.slice]->stays_mapped();
         }
         uint64_t left = piece.length - skip;
         if (frame.task == nullptr || piece.lost) {
@@ -269,7 +279,7 @@ ssize_t Run::receive_payload(Frame& frame) {
         skip = 0;
     }
     OrderedByThePeer scope;  // slices may share a destination
-    return pull(parts, count);
+    return pull(parts, count, may_fault);
 }
 
 // With the payload, when it is small: one system call less.
@@ -287,18 +297,17 @@ ssize_t Run::receive_head(const Frame& frame) {
     return static_cast<ssize_t>(rest);
 }
 
-// What came along before, else what the socket has.
-ssize_t Run::pull(iovec* parts, size_t count) {
-    if (ahead_begin_ == ahead_end_) {
-        msghdr message{};
-        message.msg_iov = parts;
-        message.msg_iovlen = count;
-        return ::recvmsg(channel_.fd.get(), &message, MSG_DONTWAIT);
-    }
+// What came along before, else what the socket has. may_fault: as SecureSocket has it.
+ssize_t Run::pull(iovec* parts, size_t count, bool may_fault) {
+    if (ahead_begin_ == ahead_end_) return channel_.socket().receive(parts, count, may_fault, nullptr);
     size_t taken = 0;
     for (size_t i = 0; i < count && ahead_begin_ != ahead_end_; ++i) {
         size_t n = std::min(parts[i].iov_len, ahead_end_ - ahead_begin_);
-        std::memcpy(parts[i].iov_base, ahead_ + ahead_begin_, n);
+        if (!may_fault) {
+            std::memcpy(parts[i].iov_base, ahead_ + ahead_begin_, n);
+        } else if (!copy_to_user(parts[i].iov_base, ahead_ + ahead_begin_, n)) {
+            return -1;
+        }
         ahead_begin_ += n;
         taken += n;
     }
@@ -508,6 +517,10 @@ bool Run::misfit() {
 }
 
 bool Run::lost(int error) {
+    if (error == EPROTO && channel_.tls != nullptr) {
+        error_ = channel_.tls->error("the peer");
+        return false;
+    }
     return broken(Code::kUnavailable, std::string("the connection is lost: ") + std::strerror(error));
 }
 

@@ -46,7 +46,7 @@ class Run {
     };
     Step step();
     short wants() const;  // events for poll
-    bool sending() const { return sent_ < frames_.size(); }
+    bool sending() const { return sent_ < frames_.size() || channel_.socket().unsent(); }
     bool busy() const { return !frames_.empty(); }
 
     // Any thread, as a moment's view.
@@ -75,7 +75,7 @@ class Run {
     ssize_t receive_bytes(Frame& frame);
     ssize_t receive_payload(Frame& frame);
     ssize_t receive_head(const Frame& frame);
-    ssize_t pull(iovec* parts, size_t count);
+    ssize_t pull(iovec* parts, size_t count, bool may_fault = false);
     bool judge(Frame& frame);
     bool judge_head(Frame& frame);
     bool judge_refusals(Frame& frame);

@@ -13,8 +13,11 @@ void Target::adopt(AuthenticatedConnection caller) {
         return;  // closes it
     }
     EventLoop& loop = *context_.loops[next_.fetch_add(1) % context_.loops.size()];
-    auto connection = std::make_shared<Connection>(*this, loop, std::move(caller.fd), std::move(caller.peer));
-    loop.post([&loop, connection] { loop.add(connection->fd(), EPOLLIN, connection); });
+    auto connection = std::make_shared<Connection>(*this, loop, std::move(caller.fd), std::move(caller.tls),
+                                                   std::move(caller.peer));
+    loop.post([&loop, connection] {
+        if (loop.add(connection->fd(), EPOLLIN, connection)) connection->begin();
+    });
 }
 
 bool Target::enlist(const Name& name, const std::shared_ptr<Connection>& connection) {

@@ -18,6 +18,7 @@ Result<Contact> Transport::call(const std::string& address) {
                                options.timeout_ms,
                                options.interface};
     channel.dial.given_up = &context_.closing;
+    channel.dial.tls = options.tls;
     context_.counters.dials_total.fetch_add(1);
     Result<Dialed> dialed = dial(channel.dial);
     if (!dialed) return dialed.error();
