@@ -14,8 +14,13 @@ import pytest
 
 import moonpool
 from moonpool.capi import root
+from moonpool.core.errors import ProtocolError
+from moonpool.core.service.data_tls import EngineTls
 from tests.core.store_bed import until
+from tests.core.tls_bed import pem, variables
 from tests.descriptors import speaks
+
+__all__ = ["pem"]
 
 AGENT = Path(__file__).with_name("agent.cpp")
 COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[-1])
@@ -362,3 +367,32 @@ def test_engines_of_python_speak_to_it(agent: Callable[..., Agent]) -> None:
         generation.ask(f"connect py {engine.addresses[0]}")
         assert generation.ask("notify py back") == "0"
         assert [one.message for one in until(engine.notifications)] == [b"\x92\xa3gen\xa4back"]
+
+
+@pytest.mark.parametrize("mode", ["on", "mutual"])
+def test_what_travels_is_inside_tls(
+    agent: Callable[..., Agent],
+    pem: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+) -> None:
+    """By the variables of [cluster], as Python reads them; one that is missing is named."""
+    cluster = {"tls_data": mode, "tls_cert": pem("master"), "tls_ca": pem("authority")}
+    for name, value in variables(cluster).items():
+        monkeypatch.setenv(name, value)
+    assert agent("keyless").address == "null"
+    said = (tmp_path / "keyless.err").read_text()
+    assert "the transfer engine has no certificate to show; set MOONPOOL_CLUSTER_TLS_CERT" in said
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TLS_KEY", pem("test-key"))
+    generation = agent("gen")
+    remote = int(generation.ask(f"memory {MIB} 5"))
+    with moonpool.TransferEngine("python", token=TOKEN.encode(), transports=["tcp"]) as engine:
+        region = engine.allocate(MIB)
+        engine.read(engine.open(generation.address), region.at(0), remote, MIB)
+        assert bytes(region.view) == Reference(5).bytes(MIB)
+    with (
+        moonpool.TransferEngine("plain", token=TOKEN.encode(), listen=None, tls=EngineTls()) as plain,
+        pytest.raises(ProtocolError, match="this port speaks TLS only"),
+    ):
+        plain.open(generation.address)

@@ -54,6 +54,41 @@ Result<Token> cluster_token() {
     return Token{std::move(*secrets), chosen};
 }
 
+Result<DataTls> data_tls() {
+    const std::string mode = variable("MOONPOOL_CLUSTER_TLS_DATA");
+    if (mode.empty() || mode == "off") return DataTls{};
+    if (mode != "on" && mode != "mutual") {
+        return Error{Code::kInvalidArgument,
+                     "MOONPOOL_CLUSTER_TLS_DATA is \"" + mode + "\"; it is off, on or mutual"};
+    }
+    const bool mutual = mode == "mutual";
+    TlsFiles own{variable("MOONPOOL_CLUSTER_TLS_CERT"), variable("MOONPOOL_CLUSTER_TLS_KEY"),
+                 variable("MOONPOOL_CLUSTER_TLS_CA"), &kDataTls};
+    if (own.cert.empty() || own.key.empty()) {
+        return Error{Code::kInvalidArgument, "cluster.tls_data is \"" + mode +
+                                                 "\" and the transfer engine has no certificate to show; set "
+                                                 "MOONPOOL_CLUSTER_TLS_CERT and MOONPOOL_CLUSTER_TLS_KEY"};
+    }
+    if (mutual && own.ca.empty()) {
+        return Error{
+            Code::kInvalidArgument,
+            "cluster.tls_data is \"mutual\" and MOONPOOL_CLUSTER_TLS_CA is empty; name the authorities "
+            "that vouch for other engines"};
+    }
+    TlsFiles shown = own, seen = own;
+    if (!mutual) {
+        shown.ca.clear();
+        seen.cert.clear();
+        seen.key.clear();
+    }
+    Result<std::shared_ptr<TlsServer>> server = TlsServer::create(shown);
+    if (!server) return server.error();
+    Result<std::shared_ptr<TlsClient>> client =
+        TlsClient::create(seen, variable("MOONPOOL_CLUSTER_TLS_DATA_NAME"));
+    if (!client) return client.error();
+    return DataTls{std::move(*server), std::move(*client)};
+}
+
 bool is_loopback(const std::string& host) {
     in_addr number{};
     if (::inet_pton(AF_INET, host.c_str(), &number) == 1) return (ntohl(number.s_addr) >> 24) == 127;

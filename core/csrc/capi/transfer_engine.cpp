@@ -357,6 +357,8 @@ Result<std::shared_ptr<Engine>> create(const std::string& metadata, const std::s
                                       " can be reached from other hosts, which needs a cluster token: set "
                                       "MOONPOOL_CLUSTER_TOKEN_FILE, or use 127.0.0.1"};
     }
+    Result<DataTls> tls = data_tls();
+    if (!tls) return tls.error();
     EngineOptions options;
     std::array<char, 256> host{};
     // Peers see messages under this name.
@@ -364,6 +366,8 @@ Result<std::shared_ptr<Engine>> create(const std::string& metadata, const std::s
     options.name = std::string(host.data()) + "-" + std::to_string(::getpid());
     options.listen = {address};
     options.token = token->secrets;
+    options.tls_server = tls->server;
+    options.tls_client = tls->client;
     return Engine::create(options);
 }
 

@@ -73,10 +73,14 @@ Result<std::shared_ptr<Engine>> open_engine(const NixlSetup& setup) {
                                       " can be reached from other hosts, which needs a cluster token: set "
                                       "MOONPOOL_CLUSTER_TOKEN_FILE"};
     }
+    Result<capi::DataTls> tls = capi::data_tls();
+    if (!tls) return tls.error();
     EngineOptions options;
     options.name = setup.agent;  // messages come from an agent by its name
     options.listen = {listen};
     options.token = token->secrets;
+    options.tls_server = tls->server;
+    options.tls_client = tls->client;
     return Engine::create(options);
 }
 
