@@ -1,14 +1,18 @@
-"""What TLS on the data path costs: objects read from and put to a node over TCP, inside TLS and in plain.
+"""What TLS on the data path costs: objects read from and put to a node over TCP, and slices between transfer
+engines, inside TLS and in plain.
 
     python -m benchmarks.data_tls [--quick] [--json FILE]
 
 Two nodes in processes of their own, one of them with cluster.tls_data; in each round each in turn serves the
-same reads and puts of 1 MiB, by one thread and by two. CPU is that of both sides. Every byte is compared. The
-openssl command makes the certificate.
+same reads and puts of 1 MiB, by one thread and by two. Two engines likewise serve reads and writes, of memory
+that they allocated ("own") and of memory that its user registered ("registered"), which passes through one
+more copy inside TLS. CPU is that of both sides. Every byte is compared. The openssl command makes the
+certificate.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -17,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,10 +29,11 @@ from pathlib import Path
 from benchmarks.options import make_parser
 from benchmarks.processes import PYTHON, Failed, Process, end_on_sigterm, free_port
 from benchmarks.report import Row, print_table, write_json
-from moonpool import Store
+from moonpool import Store, TransferEngine
 from moonpool.core.bench.load import cpu_seconds
+from moonpool.core.bench.memory import FOREIGN, OWN, Memory
 from moonpool.core.config import config
-from moonpool.core.service.data_tls import pool_tls
+from moonpool.core.service.data_tls import engine_tls, pool_tls
 
 MIB = 1 << 20
 OBJECTS = 64
@@ -69,6 +74,9 @@ class Node:
         for number, data in enumerate(self.objects.values()):
             self.stores[thread].put(f"put {thread} {number}", data, replace=True)
 
+    def verbs(self) -> list[tuple[str, Callable[[int], None]]]:
+        return [("read", self.read), ("put", self.put)]
+
     def check(self) -> None:
         for into in self.into:
             if into != list(self.objects.values()):
@@ -80,13 +88,74 @@ class Node:
 
     def run(self, work: Callable[[int], None], threads: int) -> tuple[float, float]:
         """(GB/s, CPU seconds for a GB)."""
-        gigabytes = threads * OBJECTS * MIB / 1e9
-        pids = [os.getpid(), self.process.pid]
-        cpu_s, begun_s = cpu_seconds(pids), time.perf_counter()
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, range(threads)))
-        spent_s = time.perf_counter() - begun_s
-        return gigabytes / spent_s, (cpu_seconds(pids) - cpu_s) / gigabytes
+        return timed(self.process.pid, work, threads)
+
+
+class Engine:
+    """A transfer engine with memory of that kind in a process of its own, and one here."""
+
+    def __init__(self, folder: Path, kind: str, cluster: dict[str, str], stack: ExitStack) -> None:
+        folder.mkdir(mode=0o700)
+        own = {f"MOONPOOL_CLUSTER_{name.upper()}": value for name, value in cluster.items()}
+        own |= {"MOONPOOL_CLUSTER_TOKEN": TOKEN, "MOONPOOL_RUNTIME_DIR": str(folder)}
+        nbytes = max(THREADS) * OBJECTS * MIB
+        command = [PYTHON, "-m", "moonpool.core.bench.peer", str(os.getpid()), str(nbytes), kind, "{}"]
+        self.process = Process(command, folder / "log", extra=own)
+        stack.callback(self.process.stop)
+        self.process.wait_for_output("address")
+        address = json.loads((folder / "log").read_text())["address"]
+        settings = config.load(
+            env={}, arguments={f"cluster.{name}": value for name, value in cluster.items()}
+        )
+        engine = stack.enter_context(
+            TransferEngine(
+                token=TOKEN.encode(),
+                listen=None,
+                transports=["tcp"],
+                metadata="",
+                tls=engine_tls(settings, listens=False),
+            )
+        )
+        self.engine, self.segment = engine, engine.open(address)
+        self.there = max(self.segment.regions, key=lambda region: region.length).address
+        self.here, self.back = Memory(engine, nbytes, kind), Memory(engine, nbytes, kind)
+        self.here.region.view[:] = os.urandom(nbytes)
+
+    def _places(self, thread: int) -> Iterator[int]:
+        return (at * MIB for at in range(thread * OBJECTS, (thread + 1) * OBJECTS))
+
+    def write(self, thread: int) -> None:
+        for at in self._places(thread):
+            self.engine.write(self.segment, self.here.region.address + at, self.there + at, MIB)
+
+    def read(self, thread: int) -> None:
+        for at in self._places(thread):
+            self.engine.read(self.segment, self.back.region.address + at, self.there + at, MIB)
+
+    def verbs(self) -> list[tuple[str, Callable[[int], None]]]:
+        return [("engine: read", self.read), ("engine: write", self.write)]
+
+    def check(self) -> None:
+        for thread in range(max(THREADS)):
+            self.write(thread)
+            self.read(thread)
+        if bytes(self.back.region.view) != bytes(self.here.region.view):
+            raise Failed("what was read is not what was written")
+
+    def run(self, work: Callable[[int], None], threads: int) -> tuple[float, float]:
+        """As of a Node."""
+        return timed(self.process.pid, work, threads)
+
+
+def timed(pid: int, work: Callable[[int], None], threads: int) -> tuple[float, float]:
+    """OBJECTS of 1 MiB by each thread, beside that process -> (GB/s, CPU seconds for a GB)."""
+    gigabytes = threads * OBJECTS * MIB / 1e9
+    pids = [os.getpid(), pid]
+    cpu_s, begun_s = cpu_seconds(pids), time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
+    spent_s = time.perf_counter() - begun_s
+    return gigabytes / spent_s, (cpu_seconds(pids) - cpu_s) / gigabytes
 
 
 def certificate(folder: Path) -> dict[str, str]:
@@ -103,22 +172,31 @@ def certificate(folder: Path) -> dict[str, str]:
 
 
 def measure(folder: Path, rounds: int, stack: ExitStack) -> list[Row]:
-    nodes = {
-        "plain": Node(folder / "plain", {}, stack),
-        "tls": Node(folder / "tls", certificate(folder), stack),
+    ways = {"plain": {}, "tls": certificate(folder)}
+    nodes = {name: Node(folder / name, cluster, stack) for name, cluster in ways.items()}
+    kinds = {OWN: "own", FOREIGN: "registered"}
+    engines = {
+        (kind, name): Engine(folder / f"{kind}-{name}", kind, cluster, stack)
+        for kind in kinds
+        for name, cluster in ways.items()
     }
     figures: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for turn in range(rounds + 1):
+        work: list[tuple[str, str, Node | Engine, Callable[[int], None]]] = []
         for name, node in nodes.items():
-            for verb, work in (("read", node.read), ("put", node.put)):
-                for threads in THREADS:
-                    plural = "s" if threads > 1 else ""
-                    what = f"{verb} [{OBJECTS} objects of 1 MiB, {threads} thread{plural}]"
-                    figure = node.run(work, threads)
-                    if turn > 0:  # the first warms
-                        figures.setdefault((what, name), []).append(figure)
-    for node in nodes.values():
-        node.check()
+            work += [(f"{verb} [{OBJECTS} objects", name, node, do) for verb, do in node.verbs()]
+        for (kind, name), engine in engines.items():
+            what = f"[{kinds[kind]} memory, {OBJECTS} slices"
+            work += [(f"{verb} {what}", name, engine, do) for verb, do in engine.verbs()]
+        for what, name, there, do in work:
+            for threads in THREADS:
+                plural = "s" if threads > 1 else ""
+                figure = there.run(do, threads)
+                if turn > 0:  # the first warms
+                    row = f"{what} of 1 MiB, {threads} thread{plural}]"
+                    figures.setdefault((row, name), []).append(figure)
+    for checked in [*nodes.values(), *engines.values()]:
+        checked.check()
 
     def median(what: str, name: str, part: int) -> float:
         return statistics.median(figure[part] for figure in figures[what, name])
