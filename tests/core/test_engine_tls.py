@@ -7,13 +7,15 @@ import json
 import logging
 import os
 import random
+import resource
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,92 @@ def test_what_a_sniffer_sees_between_two_engines(
     texts = (MAGIC, telling[:40], b"telling message", b"there")
     assert [text in seen for text in texts] == [mode == "off"] * len(texts)
     assert TOKEN not in seen
+
+
+def test_small_ranges_share_records(engine: Callable[..., TransferEngine], data: dict[str, str]) -> None:
+    """A record costs more than the copy of a small range into it."""
+    here, there = engine(data, connections_per_peer=1), engine(data, "there")
+    near, far = here.allocate(MIB), there.allocate(MIB)
+    near.view[:] = os.urandom(MIB)
+    between = Sniffer(there.addresses[0])
+    try:
+        segment = here.open(between.address)
+        before = len(between.up)
+        count, size = 256, 64
+        near_at = [near.address + i * 2 * size for i in range(count)]
+        far_at = [far.address + i * 2 * size for i in range(count)]
+        here.write(segment, near_at, far_at, [size] * count)
+        for i in range(count):
+            assert far.view[i * 128 : i * 128 + size] == near.view[i * 128 : i * 128 + size]
+        sent, records = between.up[before:], 0
+        while sent:
+            assert sent[0] == 23  # application data
+            sent = sent[5 + int.from_bytes(sent[3:5], "big") :]
+            records += 1
+        assert records < 20
+    finally:
+        between.close()
+
+
+@contextmanager
+def no_memory_files() -> Iterator[None]:
+    """What TLS copies through cannot be had: as without free descriptors, of which sockets need some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # Python ignores SIGXFSZ
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_connection_that_could_not_copy_is_refused_when_it_is_made(
+    engine: Callable[..., TransferEngine], data: dict[str, str]
+) -> None:
+    """On either side, in one sentence. What has its memory goes on, and a plain one needs none."""
+    here, there, other = engine(data), engine(data, "there"), engine(data, "other")
+    near, far = bytearray(os.urandom(MIB)), bytearray(MIB)
+    near_at, far_at = here.register(near).address, other.register(far).address
+    plain, plain_there = engine({}, "plain"), engine({}, "plain there")
+    plain_near, plain_far = bytearray(os.urandom(MIB)), bytearray(MIB)
+    plain_at, plain_far_at = plain.register(plain_near).address, plain_there.register(plain_far).address
+    with no_memory_files():
+        with pytest.raises(Error, match="no memory that TLS copies through can be had: File too large"):
+            open_at(here, there.addresses[0])
+        segment = open_at(plain, plain_there.addresses[0])
+        for size in (64, 4096, MIB):
+            plain.write(segment, plain_at, plain_far_at, size)
+            plain.read(segment, plain_at, plain_far_at, size)
+    assert plain_far == plain_near
+    segment = open_at(here, other.addresses[0])
+    with no_memory_files():
+        with pytest.raises(Error, match="the peer refuses the connection: no memory that TLS copies"):
+            open_at(here, there.addresses[0])
+        for size in (64, 4096, MIB):
+            here.write(segment, near_at, far_at, size)
+            here.read(segment, near_at, far_at, size)
+    assert far == near
+    assert there.metrics()["connections_refused_total"] >= 1
+
+
+def copied_through() -> set[str]:
+    return {row for row in Path("/proc/self/maps").read_text().splitlines() if "moonpool-tls" in row}
+
+
+def test_plain_engines_have_nothing_of_tls(engine: Callable[..., TransferEngine]) -> None:
+    """No memory to copy through, no thread, no journal: small pieces of registered memory as before."""
+    threads, mapped = set(threading.enumerate()), copied_through()
+    here, there = engine({}), engine({}, "there")
+    near, far = bytearray(os.urandom(MIB)), bytearray(MIB)
+    near_at, far_at = here.register(near).address, there.register(far).address
+    segment = here.open(there.addresses[0])
+    for size in (64, 4096, MIB):
+        here.write(segment, near_at, far_at, size)
+        assert far[:size] == near[:size]
+        near[:size] = bytes(size)
+        here.read(segment, near_at, far_at, size)
+        assert far[:size] == near[:size]
+    assert copied_through() <= mapped
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["allocated", "registered"])
@@ -339,12 +427,11 @@ def test_a_plain_peer_is_told_in_plain(engine: Callable[..., TransferEngine], da
     assert b"this port speaks TLS only; set cluster.tls_data" in said
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
-def test_memory_that_its_user_unmaps_in_the_middle_ends_no_process(data: dict[str, str], mode: str) -> None:
+def test_memory_that_its_user_unmaps_in_the_middle_ends_no_process(data: dict[str, str]) -> None:
     """The kernel's EFAULT of a plain connection, in the copies of TLS as well."""
     script = Path(__file__).with_name("unmapped_engines.py")
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps(data | {"tls_data": mode})],
+        [sys.executable, str(script), json.dumps(data)],
         capture_output=True,
         text=True,
         timeout=300,

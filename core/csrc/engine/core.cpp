@@ -173,6 +173,7 @@ Status Engine::Core::start_transports() {
         .closing = closing,
         .options = {.token = options.token,
                     .tls = options.tls_client,
+                    .journal = options.journal,
                     .interface = options.interface,
                     .connections_per_peer = options.connections_per_peer,
                     .frame_bytes = options.frame_bytes,

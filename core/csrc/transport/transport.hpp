@@ -22,6 +22,7 @@
 
 #include "base/clock.hpp"
 #include "base/event_loop.hpp"
+#include "base/journal.hpp"
 #include "base/result.hpp"
 #include "memory/node_of_memory.hpp"
 #include "transport/control.hpp"
@@ -67,6 +68,7 @@ struct FabricOptions : NicOptions {
 struct ConnectOptions {
     Secrets token;
     std::shared_ptr<const TlsClient> tls = nullptr;  // of connections by TCP to peers; null: in plain
+    std::shared_ptr<Journal> journal = nullptr;      // of trouble with its files; null: not told
     std::string interface;  // network device of connections to peers, empty: the route decides
     uint32_t connections_per_peer = 2;
     uint64_t frame_bytes = 0;      // of TCP; 0: its own choice

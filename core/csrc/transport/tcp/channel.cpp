@@ -76,7 +76,16 @@ class Greeting {
 
 }  // namespace
 
+void tell_trouble(const ChannelOptions& options) {
+    if (options.dial.tls == nullptr || options.journal == nullptr) return;
+    std::string why = options.dial.tls->take_trouble();
+    if (!why.empty()) options.journal->note(Level::kError, "tls_files", options.dial.address, why);
+}
+
 Result<std::unique_ptr<Channel>> greet(const ChannelOptions& options, Dialed dialed) {
+    if (dialed.tls != nullptr) {
+        if (Status status = options.staging->reserve(); !status) return status.error();
+    }
     int fd = dialed.fd.get();
     ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK);
     leave_bbr_when_near(fd);
@@ -92,6 +101,7 @@ Result<std::unique_ptr<Channel>> greet(const ChannelOptions& options, Dialed dia
     auto channel =
         std::make_unique<Channel>(std::move(dialed.fd), std::move(dialed.tls), hello.channel,
                                   local_address(fd) + " -> " + peer_address(fd), options.frame_bytes);
+    channel->staging = options.staging;
     std::vector<std::byte> frame;
     uint64_t id = channel->next_request++;
     begin_frame(frame, Kind::kEngineHello, 0, id);

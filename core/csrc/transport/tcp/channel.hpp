@@ -9,6 +9,7 @@
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/journal.hpp"
 #include "transport/frames.hpp"
 #include "transport/identity.hpp"
 #include "transport/tcp/secure_io.hpp"
@@ -24,6 +25,8 @@ struct ChannelOptions {
     std::string self_name;
     SegmentId peer{};
     uint64_t frame_bytes = kFrameBytes;
+    std::shared_ptr<StagingPool> staging = nullptr;  // of connections inside TLS
+    std::shared_ptr<Journal> journal = nullptr;      // null: not told
 };
 
 struct Channel {
@@ -34,10 +37,11 @@ struct Channel {
           path(std::move(text)),
           frame_bytes(frame) {}
 
-    SecureSocket socket() const { return {fd.get(), tls.get()}; }
+    SecureSocket socket() const { return {fd.get(), tls.get(), staging.get()}; }
 
-    Fd fd;                           // non-blocking
-    std::unique_ptr<TlsStream> tls;  // null: in plain
+    Fd fd;                                 // non-blocking
+    std::unique_ptr<TlsStream> tls;        // null: in plain
+    std::shared_ptr<StagingPool> staging;  // reserved, with tls
     ClosedInChildren closed_in_children{fd};
     uint32_t number;   // never used twice in a process: a fence names it, and must not mean a later one
     std::string path;  // "127.0.0.1:40000 -> 127.0.0.1:7710"
@@ -48,6 +52,9 @@ struct Channel {
 
 // Greets the target on a new connection. Waits, on the calling thread, for options.dial.timeout_ms at most,
 // and not once options.dial.given_up is set.
+// Behind a dial: what the files of TLS have that cannot be used, for the log.
+void tell_trouble(const ChannelOptions& options);
+
 Result<std::unique_ptr<Channel>> greet(const ChannelOptions& options, Dialed dialed);
 
 }  // namespace moonpool::transport::tcp

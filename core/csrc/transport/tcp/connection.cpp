@@ -38,9 +38,8 @@ constexpr size_t kInBytes = 16384;  // read ahead of a frame's head: what is cop
 // Beyond either of these the initiator is not read from until it has read its answers.
 constexpr size_t kAnswersMax = 64;
 constexpr uint64_t kAnswerBytesMax = 32u << 20;
-constexpr int kServedRangesMax = 64;  // in one system call
-constexpr int kRoundsMax = 8;         // then it is the turn of others
-constexpr uint64_t kEndedMs = 2000;   // for the peer to read why
+constexpr int kRoundsMax = 8;        // then it is the turn of others
+constexpr uint64_t kEndedMs = 2000;  // for the peer to read why
 
 // Where bytes go that have no place.
 std::byte* scratch() {
@@ -50,6 +49,18 @@ std::byte* scratch() {
 constexpr size_t kScratchBytes = 65536;
 
 constexpr const char* kUnmappedText = "is registered but not mapped";
+
+// The two calls by which a plain peer's bytes enter and leave memory that other threads may use at that
+// moment. What orders such uses is the peers' agreement, which ThreadSanitizer does not see.
+ssize_t read_parts(int fd, const iovec* parts, int count) {
+    OrderedByThePeer scope;
+    return ::readv(fd, parts, count);
+}
+
+ssize_t send_parts(int fd, const msghdr& message) {
+    OrderedByThePeer scope;
+    return ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
 
 }  // namespace
 
@@ -79,10 +90,10 @@ bool Connection::on_events(uint32_t events) {
 bool Connection::move_on(uint32_t events) {
     if ((events & (EPOLLERR | EPOLLHUP)) != 0) return false;  // told also while nothing is watched
     if ((events & EPOLLOUT) != 0 && !flush()) return false;
-    if (fenced_) return false;
+    if (fenced_ || broken_) return false;
     for (int round = 0; round < kRoundsMax && !backlogged(); ++round) {
         Flow flow = receiving_ ? receive_payload() : receive();
-        if (flow == Flow::kOver) return false;
+        if (flow == Flow::kOver || broken_) return false;
         if (flow == Flow::kBlocked) break;
     }
     if (!flush()) return false;
@@ -91,8 +102,13 @@ bool Connection::move_on(uint32_t events) {
     return true;
 }
 
-void Connection::begin() {
-    if (socket().pending() || socket().unsent()) come_again();
+void Connection::begin(const Status& ready) {
+    if (!ready) {
+        target_.context().counters.connections_refused_total.fetch_add(1);
+        answer_error(0, ready.error().code, "the peer refuses the connection: " + ready.error().text);
+        end();
+    }
+    if (!ready || socket().pending() || socket().unsent()) come_again();
 }
 
 // What TLS holds is no event of the socket. Others have their turn before.
@@ -101,7 +117,7 @@ void Connection::come_again() {
     loop_.post([self = shared_from_this()] {
         self->comes_again_ = false;
         if (self->over_ || self->fenced_) return;
-        if (!self->on_events(0)) self->loop_.remove(self->fd_.get());
+        if (!self->on_events(0)) self->leave();
     });
 }
 
@@ -122,6 +138,11 @@ bool Connection::backlogged() const {
 // Called by the loop now and then: ends a connection that is in the middle of a frame, or owes answers,
 // and moves too slowly. An idle one may stay for ever.
 bool Connection::on_tick(uint64_t now) {
+    over_ = over_ || !is_in_time(now);  // what was posted before finds that it is over
+    return !over_;
+}
+
+bool Connection::is_in_time(uint64_t now) {
     if (fenced_) return false;
     // A thread that waits for a card, or a fence, has a deadline of its own.
     if (!card_work_.empty() || awaits_slot_ || awaits_fence_) return true;
@@ -153,7 +174,8 @@ Connection::Flow Connection::receive() {
         if (in_.size() - in_end_ < kInBytes / 2) in_.resize(in_.size() * 2);
     }
     iovec room{in_.data() + in_end_, in_.size() - in_end_};
-    ssize_t n = socket().receive(&room, 1, false, nullptr);
+    ssize_t n = tls_ == nullptr ? ::recv(fd_.get(), room.iov_base, room.iov_len, MSG_DONTWAIT)
+                                : socket().receive(&room, 1, false, nullptr);
     if (n == 0) return Flow::kOver;
     if (n < 0) return errno == EAGAIN || errno == EINTR ? Flow::kBlocked : Flow::kOver;
     uint64_t now = now_ms();
@@ -244,7 +266,7 @@ void Connection::begin_payload() {
     size_t from = in_begin_;
     in_begin_ += here;
     take_payload(in_.data() + from, here);
-    if (incoming_.left == 0) finish_transfer();
+    if (incoming_.left == 0 && !broken_) finish_transfer();
 }
 
 // A slot for the writes of incoming_, at once or later.
@@ -283,7 +305,12 @@ void Connection::go_on() {
     pace_.restart(now_ms());
     // What was read ahead is parsed without a new event; so is what came while nothing was read.
     bool fine = parse() && on_events(0);
-    if (!fine) loop_.remove(fd_.get());
+    if (!fine) leave();
+}
+
+void Connection::leave() {
+    over_ = true;
+    loop_.remove(fd_.get());
 }
 
 // Every range is checked here, before a byte of it is touched. False: the frame contradicts itself.
@@ -359,6 +386,7 @@ bool Connection::may_touch(size_t i, uint64_t at, uint64_t bytes, Visit& visit) 
 
 // The first bytes of a payload, which came together with its head.
 void Connection::take_payload(const std::byte* bytes, size_t size) {
+    if (tls_ != nullptr) return take_secured(bytes, size);
     writing_.store(true);
     while (size != 0 && !fenced_) {
         const TransferRow& row = incoming_.rows[incoming_.row];
@@ -366,7 +394,8 @@ void Connection::take_payload(const std::byte* bytes, size_t size) {
         if (n != 0 && incoming_.places[incoming_.row] != nullptr) {
             Visit visit;
             if (may_touch(incoming_.row, incoming_.at, n, visit)) {
-                put_bytes(incoming_.row, bytes, n);
+                OrderedByThePeer scope;
+                std::memcpy(destination(incoming_.row, incoming_.at), bytes, n);
             }
         }
         bytes += n;
@@ -380,14 +409,37 @@ void Connection::take_payload(const std::byte* bytes, size_t size) {
     writing_.store(false);
 }
 
-// The next of a row that has a place and was entered.
-void Connection::put_bytes(size_t row, const std::byte* bytes, size_t size) {
-    OrderedByThePeer scope;
-    std::byte* to = destination(row, incoming_.at);
-    if (!may_fault(row)) {
-        std::memcpy(to, bytes, size);
-    } else if (!copy_to_user(to, bytes, size)) {
-        refuse_row(row, kUnmappedText);
+// Of a connection inside TLS: a record holds the head and what follows it, so this is no rare case.
+void Connection::take_secured(const std::byte* bytes, size_t size) {
+    while (size != 0) {
+        Parts to;
+        Visit visit;
+        place_parts(to, kServedRangesMax, size, visit);
+        writing_.store(true);
+        ssize_t n = -1;
+        if (!fenced_) {
+            OrderedByThePeer scope;
+            unmapped_.clear();
+            if (to.may_fault) {
+                n = socket().put(to.parts, to.count, bytes, size, &unmapped_);
+            } else {
+                n = 0;
+                for (size_t i = 0; i < to.count; ++i) {
+                    std::memcpy(to.parts[i].iov_base, bytes + n, to.parts[i].iov_len);
+                    n += static_cast<ssize_t>(to.parts[i].iov_len);
+                }
+            }
+        }
+        writing_.store(false);
+        visit.end();
+        if (n <= 0) {  // fenced, or preadv(2) itself fails: nothing that follows has a place in the stream
+            broken_ = true;
+            return;
+        }
+        for (size_t part : unmapped_) refuse_row(to.rows[part], kUnmappedText);
+        bytes += n;
+        size -= static_cast<size_t>(n);
+        advance(static_cast<uint64_t>(n));
     }
 }
 
@@ -410,34 +462,40 @@ void Connection::advance(uint64_t size) {
     }
 }
 
-Connection::Flow Connection::receive_payload() {
-    iovec parts[kServedRangesMax];
-    int count = 0;
-    size_t rows[kServedRangesMax];  // of each part
-    bool faults = false;            // one of them may
+// Where the next bytes of the payload go, at most `most` of them.
+void Connection::place_parts(Parts& to, size_t ranges_max, uint64_t most, Visit& visit) {
     uint64_t room = 0;
-    Visit visit;
     // Bytes of refused rows come all the same, since the initiator sent them with the frame; they are
     // received into a buffer that nothing reads, so that the next frame is found.
-    const int ranges_max = one_by_one_ ? 1 : kServedRangesMax;
-    for (size_t i = incoming_.row; i < incoming_.rows.size() && count < ranges_max; ++i) {
+    for (size_t i = incoming_.row; i < incoming_.rows.size() && to.count < ranges_max; ++i) {
         const TransferRow& row = incoming_.rows[i];
         if (row.direction != 1) continue;
-        rows[count] = i;
+        to.rows[to.count] = i;
         uint64_t at = i == incoming_.row ? incoming_.at : 0;
-        uint64_t n = std::min<uint64_t>(row.length - at, kAccessBytesMax - room);
+        uint64_t n = std::min<uint64_t>(row.length - at, most - room);
         if (n == 0) continue;
         if (incoming_.places[i] == nullptr || !may_touch(i, at, n, visit)) {
             n = std::min<uint64_t>(n, kScratchBytes);
-            parts[count++] = {scratch(), n};
+            to.parts[to.count++] = {scratch(), n};
             if (n < row.length - at) break;
         } else {
-            parts[count++] = {destination(i, at), n};
-            faults |= may_fault(i);
+            to.parts[to.count++] = {destination(i, at), n};
+            to.may_fault |= tls_ != nullptr && may_fault(i);
         }
         room += n;
-        if (room == kAccessBytesMax) break;
+        if (room == most) break;
     }
+}
+
+ssize_t Connection::secured(const Parts& to) {
+    OrderedByThePeer scope;
+    return socket().receive(to.parts, to.count, to.may_fault, &unmapped_);
+}
+
+Connection::Flow Connection::receive_payload() {
+    Parts to;
+    Visit visit;
+    place_parts(to, one_by_one_ ? 1 : kServedRangesMax, kAccessBytesMax, visit);
     writing_.store(true);
     if (fenced_) {
         writing_.store(false);
@@ -445,17 +503,19 @@ Connection::Flow Connection::receive_payload() {
     }
     // From here on fence() waits for this call.
     unmapped_.clear();
-    ssize_t n = socket().receive(parts, static_cast<size_t>(count), faults, &unmapped_);
+    ssize_t n = tls_ == nullptr ? read_parts(fd_.get(), to.parts, static_cast<int>(to.count)) : secured(to);
     int error = errno;
     writing_.store(false);
     visit.end();
-    for (size_t part : unmapped_) refuse_row(rows[part], kUnmappedText);
+    for (size_t part : unmapped_) refuse_row(to.rows[part], kUnmappedText);
     if (n == 0) return Flow::kOver;
     if (n < 0) {
         if (error == EFAULT) {
             // Its owner unmapped a region that is registered. The kernel does not say which row it was: from
             // here on each has a call of its own.
-            if (count == 1 && incoming_.places[rows[0]] != nullptr) refuse_row(rows[0], kUnmappedText);
+            if (to.count == 1 && incoming_.places[to.rows[0]] != nullptr) {
+                refuse_row(to.rows[0], kUnmappedText);
+            }
             one_by_one_ = true;
             return Flow::kMoved;
         }
@@ -704,11 +764,15 @@ void Connection::answer_error(uint64_t request_id, Code code, const std::string&
 bool Connection::protocol_error(const std::string& text) {
     target_.context().counters.protocol_errors_total.fetch_add(1);
     answer_error(0, Code::kProtocol, text);
+    end();
+    return true;
+}
+
+void Connection::end() {
     ended_ = true;
     ended_ms_ = now_ms();
     receiving_ = false;
     in_begin_ = in_end_ = 0;
-    return true;
 }
 
 // A peer that reads slowly must not keep pinned memory that others wait for.
@@ -770,9 +834,18 @@ bool Connection::flush_answers() {
                 return false;
             }
             parts[count++] = {reinterpret_cast<void*>(row.address + at), rest};
-            may_fault |= row.place != nullptr && !row.place->stays_mapped();
+            may_fault |= tls_ != nullptr && row.place != nullptr && !row.place->stays_mapped();
         }
-        ssize_t n = socket().send(parts, count, may_fault);
+        ssize_t n = 0;
+        if (tls_ == nullptr) {
+            msghdr message{};
+            message.msg_iov = parts;
+            message.msg_iovlen = count;
+            n = send_parts(fd_.get(), message);
+        } else {
+            OrderedByThePeer scope;
+            n = socket().send(parts, count, may_fault);
+        }
         visit.end();
         if (n < 0) {
             if (errno == EINTR) continue;

@@ -37,7 +37,8 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     bool on_tick(uint64_t now_ms) override;
     int fd() const { return fd_.get(); }
     // On the loop's thread, which has it since: what TLS holds already is no event of the socket.
-    void begin();
+    // ready: an error refuses the connection with its sentence.
+    void begin(const Status& ready);
 
     // From any thread: when it returns, nothing that came over this connection is written any more, but by
     // cards, and nothing that came is handed to one. copying(): whether they have ended, too.
@@ -80,6 +81,13 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
         Answer* answer;  // in out_
     };
     enum class Flow { kMoved, kBlocked, kOver };
+    static constexpr size_t kServedRangesMax = 64;  // in one system call
+    struct Parts {
+        iovec parts[kServedRangesMax];
+        size_t rows[kServedRangesMax];  // of each part
+        size_t count = 0;
+        bool may_fault = false;  // inside TLS: one of them may
+    };
 
     bool move_on(uint32_t events);
 
@@ -95,7 +103,9 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     void start_card_work();
     void end_card_work(const CardRows::Refused& refused);
     void take_payload(const std::byte* bytes, size_t size);
-    void put_bytes(size_t row, const std::byte* bytes, size_t size);
+    void take_secured(const std::byte* bytes, size_t size);
+    void place_parts(Parts& to, size_t ranges_max, uint64_t most, Visit& visit);
+    ssize_t secured(const Parts& to);
     void advance(uint64_t size);
     bool may_touch(size_t row, uint64_t at, uint64_t bytes, Visit& visit);
     std::byte* destination(size_t row, uint64_t at) const;
@@ -113,11 +123,14 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     void answer(const FrameHeader& header, const std::vector<std::byte>& body);
     void answer_error(uint64_t request_id, Code code, const std::string& text);
     bool protocol_error(const std::string& text);
+    void end();
+    void leave();
+    bool is_in_time(uint64_t now_ms);
     bool flush();
     bool flush_answers();
     void watch();
     void come_again();
-    SecureSocket socket() const { return {fd_.get(), tls_.get()}; }
+    SecureSocket socket() const { return {fd_.get(), tls_.get(), &target_.staging()}; }
     bool backlogged() const;
     bool is_inside() const {
         return receiving_ || in_begin_ != in_end_ || !out_.empty() || socket().unsent();
@@ -141,6 +154,7 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     size_t in_begin_ = 0, in_end_ = 0;
     bool receiving_ = false;
     bool comes_again_ = false;  // the loop has been asked for another turn
+    bool broken_ = false;       // a part of a payload has been lost
     bool one_by_one_ = false;   // rows of this payload: one of them is not mapped
     Incoming incoming_;
     std::vector<size_t> unmapped_;  // of one call

@@ -160,6 +160,7 @@ void Link::dial(const std::shared_ptr<Stream>& stream) {
         options.dial.given_up = &self->closed_;
         self->counters_.dials_total.fetch_add(1);
         Result<Dialed> dialed = moonpool::dial(options.dial);
+        tell_trouble(options);
         if (!dialed) return stream->dialled(dialed.error());
         stream->dialled(greet(options, std::move(*dialed)));
     });

@@ -135,10 +135,15 @@ Visit::Access Run::place(const Frame& frame, const Piece& piece, uint64_t skip, 
     return access;
 }
 
+// Inside TLS: whether the user may have unmapped its memory, so that no code of ours may copy there.
+bool Run::may_unmap(const Frame& frame, const Piece& piece) const {
+    return channel_.tls != nullptr && !Queue::job(*frame.task).locals[piece.slice]->stays_mapped();
+}
+
 bool Run::send_some(bool& moved) {
     // Of what TLS took before; a frame that is sent may be among it.
     if (channel_.socket().unsent() && !channel_.tls->flush(channel_.fd.get()) && errno != EAGAIN) {
-        return lost(errno);
+        return unsendable(errno);
     }
     for (;;) {
         if (sent_ == frames_.size() && !make_frame()) return true;
@@ -163,7 +168,7 @@ bool Run::send_some(bool& moved) {
             }
             access = place(frame, piece, skip, visit, parts[count++]);
             if (access != Visit::Access::kGranted) break;
-            may_fault |= !Queue::job(*frame.task).locals[piece.slice]->stays_mapped();
+            may_fault |= may_unmap(frame, piece);
             skip = 0;
         }
         if (access == Visit::Access::kOutside) return false;
@@ -185,12 +190,7 @@ bool Run::send_some(bool& moved) {
                 ask_for_help(kWindowFrames * channel_.frame_bytes);
                 return true;
             }
-            // What the peer said before it closed is worth more than the broken pipe.
-            // The peer closes after an ERROR, and our send may find the closed socket before we have read
-            // why.
-            bool read = false;
-            if (receive_some(read)) return lost(error);
-            return false;
+            return unsendable(error);
         }
         moved = true;
         frame.sent += static_cast<uint64_t>(n);
@@ -201,6 +201,14 @@ bool Run::send_some(bool& moved) {
         }
         if (frame.sent == frame.total()) ++sent_;
     }
+}
+
+// What the peer said before it closed is worth more than the broken pipe: it closes after an ERROR, and our
+// send may find the closed socket before we have read why.
+bool Run::unsendable(int error) {
+    bool read = false;
+    if (receive_some(read)) return lost(error);
+    return false;
 }
 
 // ---- in
@@ -269,7 +277,7 @@ ssize_t Run::receive_payload(Frame& frame) {
             auto access = place(frame, piece, skip, visit, parts[count]);
             if (access == Visit::Access::kOutside) return -2;
             piece.lost = access == Visit::Access::kClosing;
-            may_fault |= !Queue::job(*frame.task).locals[piece.slice]->stays_mapped();
+            may_fault |= may_unmap(frame, piece);
         }
         uint64_t left = piece.length - skip;
         if (frame.task == nullptr || piece.lost) {
@@ -300,14 +308,16 @@ ssize_t Run::receive_head(const Frame& frame) {
 // What came along before, else what the socket has. may_fault: as SecureSocket has it.
 ssize_t Run::pull(iovec* parts, size_t count, bool may_fault) {
     if (ahead_begin_ == ahead_end_) return channel_.socket().receive(parts, count, may_fault, nullptr);
+    if (may_fault) {
+        ssize_t n =
+            channel_.socket().put(parts, count, ahead_ + ahead_begin_, ahead_end_ - ahead_begin_, nullptr);
+        ahead_begin_ += static_cast<size_t>(std::max<ssize_t>(n, 0));
+        return n;
+    }
     size_t taken = 0;
     for (size_t i = 0; i < count && ahead_begin_ != ahead_end_; ++i) {
         size_t n = std::min(parts[i].iov_len, ahead_end_ - ahead_begin_);
-        if (!may_fault) {
-            std::memcpy(parts[i].iov_base, ahead_ + ahead_begin_, n);
-        } else if (!copy_to_user(parts[i].iov_base, ahead_ + ahead_begin_, n)) {
-            return -1;
-        }
+        std::memcpy(parts[i].iov_base, ahead_ + ahead_begin_, n);
         ahead_begin_ += n;
         taken += n;
     }

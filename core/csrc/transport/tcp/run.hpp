@@ -69,6 +69,8 @@ class Run {
     void write_head(Frame& frame);
     void ask_for_help(uint64_t bytes_left);
     bool send_some(bool& moved);
+    bool unsendable(int error);
+    bool may_unmap(const Frame& frame, const Piece& piece) const;
     // A part of a piece's bytes as the next of a system call's, if it may be.
     Visit::Access place(const Frame& frame, const Piece& piece, uint64_t skip, Visit& visit, iovec& part);
     bool receive_some(bool& moved);

@@ -12,11 +12,12 @@ void Target::adopt(AuthenticatedConnection caller) {
         context_.counters.connections_refused_total.fetch_add(1);
         return;  // closes it
     }
+    Status ready = caller.tls == nullptr ? success() : staging_->reserve();
     EventLoop& loop = *context_.loops[next_.fetch_add(1) % context_.loops.size()];
     auto connection = std::make_shared<Connection>(*this, loop, std::move(caller.fd), std::move(caller.tls),
                                                    std::move(caller.peer));
-    loop.post([&loop, connection] {
-        if (loop.add(connection->fd(), EPOLLIN, connection)) connection->begin();
+    loop.post([&loop, connection, ready = std::move(ready)] {
+        if (loop.add(connection->fd(), EPOLLIN, connection)) connection->begin(ready);
     });
 }
 

@@ -12,6 +12,7 @@
 
 #include "base/event_loop.hpp"
 #include "base/mutex.hpp"
+#include "transport/tcp/staging.hpp"
 #include "transport/transport.hpp"
 #include "wire/listener.hpp"
 
@@ -26,7 +27,8 @@ using CopiesUnderWay = std::shared_ptr<std::atomic<int>>;
 
 class Target {
    public:
-    explicit Target(const Context& context) : context_(context) {}
+    Target(const Context& context, std::shared_ptr<StagingPool> staging)
+        : context_(context), staging_(std::move(staging)) {}
 
     // From any thread.
     void adopt(AuthenticatedConnection caller);
@@ -48,10 +50,12 @@ class Target {
     // All connections of that initiator. is_out: cards write nothing of theirs any more, either.
     void shut_out(const SegmentId& segment);
     bool is_out(const SegmentId& segment);
+    StagingPool& staging() { return *staging_; }
     void closed() { context_.counters.connections.fetch_sub(1); }
 
    private:
     const Context context_;
+    const std::shared_ptr<StagingPool> staging_;  // of connections inside TLS
     TransportCounters counters_;
     std::atomic<size_t> next_{0};
     Mutex mutex_;

@@ -5,7 +5,7 @@
 
 namespace moonpool::transport::tcp {
 
-Transport::Transport(const Context& context) : context_(context), target_(context) {}
+Transport::Transport(const Context& context) : context_(context), target_(context, staging_) {}
 
 Result<Contact> Transport::call(const std::string& address) {
     const ConnectOptions& options = context_.options;
@@ -19,8 +19,11 @@ Result<Contact> Transport::call(const std::string& address) {
                                options.interface};
     channel.dial.given_up = &context_.closing;
     channel.dial.tls = options.tls;
+    channel.staging = staging_;
+    channel.journal = options.journal;
     context_.counters.dials_total.fetch_add(1);
     Result<Dialed> dialed = dial(channel.dial);
+    tell_trouble(channel);
     if (!dialed) return dialed.error();
     std::optional<PeerInfo> info = decode_welcome(dialed->welcome);
     if (!info) return Error{Code::kProtocol, address + " sent an unreadable welcome"};

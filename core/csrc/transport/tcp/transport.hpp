@@ -23,6 +23,7 @@ class Transport final : public transport::Transport, public ControlCarrier {
 
    private:
     const Context context_;
+    const std::shared_ptr<StagingPool> staging_ = std::make_shared<StagingPool>();
     Target target_;
 };
 
