@@ -142,7 +142,7 @@ class Notes:
 
     def __init__(
         self,
-        source: _native.Server | _native.MasterServer | _native.Engine,
+        source: _native.Server | _native.MasterServer | _native.EngineNotes,
         logger: logging.Logger,
         heard: Callable[[str], None] = lambda kind: None,
     ) -> None:

@@ -434,10 +434,10 @@ def open_engine(
         tls_client=tls.client,
         **options,
     )
-    if tls.server is not None:
+    if (notes := native.notes) is not None:
         from moonpool.core.transfer.engine_notes import log_notes
 
-        log_notes(native)
+        log_notes(notes)
     return native
 
 

@@ -1,4 +1,4 @@
-"""The log of what an engine's port tells: which callers it refused, and why."""
+"""The log of what an engine with TLS tells: which callers its port refused, and files that it cannot use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool.transfer")
 
 
-def log_notes(native: _native.Engine) -> None:
-    """Logs them until that engine is closed, on a thread of its own, which sleeps meanwhile."""
-    threading.Thread(target=_run, args=(native,), name="moonpool-engine-notes", daemon=True).start()
+def log_notes(source: _native.EngineNotes) -> None:
+    """Logs them until that engine is closed or gone, on a thread of its own, which sleeps meanwhile and keeps
+    no engine alive.
+    """
+    threading.Thread(target=_run, args=(source,), name="moonpool-engine-notes", daemon=True).start()
 
 
-def _run(native: _native.Engine) -> None:
-    notes = Notes(native, _log)
+def _run(source: _native.EngineNotes) -> None:
+    notes = Notes(source, _log)
     poll = select.poll()
-    poll.register(native.notes_fd, select.POLLIN)
-    while not native.closed:
+    poll.register(source.notes_fd, select.POLLIN)
+    while not source.ended:
         poll.poll()
         notes.drain()

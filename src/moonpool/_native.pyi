@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['AcceptQueue', 'ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'CardMemory', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'OutgoingObjects', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['AcceptQueue', 'ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'CardMemory', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'EngineNotes', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'OutgoingObjects', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master or a node shows, and whom it trusts.
@@ -689,6 +689,19 @@ class EngineMemory:
     """
     Memory that peers on this host can map; a writable buffer.
     """
+class EngineNotes:
+    def take_notes(self) -> list:
+        """
+        What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)
+        """
+    @property
+    def ended(self) -> bool:
+        ...
+    @property
+    def notes_fd(self) -> int:
+        """
+        Readable when take_notes() has some, and at its end.
+        """
 class Engine:
     """
     Moves bytes between registered memory of processes.
@@ -743,10 +756,6 @@ class Engine:
         """
         The same without waiting; a ticket.
         """
-    def take_notes(self) -> list:
-        """
-        What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)
-        """
     def transfer(self, segments: int | collections.abc.Sequence[int], ops: str | bytes, local: typing.Any, remote: typing.Any, lengths: typing.Any, *, priority: int = 0, deadline_s: float | None = None, notify: bytes | None = None) -> int:
         """
         Moves the slices and waits for them; the bytes moved.
@@ -759,18 +768,15 @@ class Engine:
     def addresses(self) -> list[str]:
         ...
     @property
-    def closed(self) -> bool:
-        ...
-    @property
     def eventfd(self) -> int:
         ...
     @property
     def name(self) -> str:
         ...
     @property
-    def notes_fd(self) -> int:
+    def notes(self) -> EngineNotes:
         """
-        Readable when take_notes() has some, and at its end.
+        None: in plain.
         """
     @property
     def segment_id(self) -> bytes:

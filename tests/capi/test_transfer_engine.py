@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import moonpool
 from moonpool.capi import root
-from moonpool.core.errors import ProtocolError
+from moonpool.core.errors import Error, ProtocolError
 from moonpool.core.service.data_tls import EngineTls
 from tests.core.store_bed import until
 from tests.core.tls_bed import pem, variables
@@ -385,12 +386,23 @@ def test_what_travels_is_inside_tls(
     said = (tmp_path / "keyless.err").read_text()
     assert "the transfer engine has no certificate to show; set MOONPOOL_CLUSTER_TLS_CERT" in said
     monkeypatch.setenv("MOONPOOL_CLUSTER_TLS_KEY", pem("test-key"))
+    Path(pem("test-key")).chmod(0o644)
+    assert agent("open").address == "null"
+    assert "can be read by others; run: chmod 600 " in (tmp_path / "open.err").read_text()
+    Path(pem("test-key")).chmod(0o600)
     generation = agent("gen")
     remote = int(generation.ask(f"memory {MIB} 5"))
     with moonpool.TransferEngine("python", token=TOKEN.encode(), transports=["tcp"]) as engine:
         region = engine.allocate(MIB)
         engine.read(engine.open(generation.address), region.at(0), remote, MIB)
         assert bytes(region.view) == Reference(5).bytes(MIB)
+        # A key that was replaced and cannot be used: the library has no log, and says so on stderr.
+        Path(pem("test-key")).chmod(0o644)
+        with suppress(Error):
+            engine.open(generation.address)
+        said = until(lambda: (tmp_path / "gen.err").read_text())
+        assert "can be read by others" in said
+        assert "the files from before are in use" in said
     with (
         moonpool.TransferEngine("plain", token=TOKEN.encode(), listen=None, tls=EngineTls()) as plain,
         pytest.raises(ProtocolError, match="this port speaks TLS only"),

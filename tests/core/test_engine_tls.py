@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -159,6 +160,7 @@ def test_plain_engines_have_nothing_of_tls(engine: Callable[..., TransferEngine]
     """No memory to copy through, no thread, no journal: small pieces of registered memory as before."""
     threads, mapped = set(threading.enumerate()), copied_through()
     here, there = engine({}), engine({}, "there")
+    assert here._native.notes is None
     near, far = bytearray(os.urandom(MIB)), bytearray(MIB)
     near_at, far_at = here.register(near).address, there.register(far).address
     segment = here.open(there.addresses[0])
@@ -330,6 +332,33 @@ def test_an_expired_certificate_is_replaced_without_a_restart(
     near.view[:] = b"a" * 4096
     here.write(open_at(here, there.addresses[0]), near, far.address)
     assert bytes(far.view) == b"a" * 4096
+
+
+def test_files_that_a_caller_cannot_use_are_told_in_the_log(
+    engine: Callable[..., TransferEngine], data: dict[str, str], tmp_path: Path, caplog: Any
+) -> None:
+    followed = tmp_path / "followed.pem"
+    shutil.copy(data["tls_ca"], followed)
+    here, there = engine(data | {"tls_ca": str(followed)}, listen=None), engine(data, "there")
+    (tmp_path / "broken.pem").write_text("no certificate")
+    os.replace(tmp_path / "broken.pem", followed)
+    with caplog.at_level(logging.WARNING, "moonpool.transfer"):
+        open_at(here, there.addresses[0])
+        until(lambda: "the files from before are in use" in caplog.text)
+    assert str(followed) in caplog.text
+
+
+def test_an_engine_that_is_dropped_unclosed_frees_its_port(data: dict[str, str]) -> None:
+    """As one in plain: the thread that logs keeps none alive."""
+    options: dict[str, Any] = {"token": TOKEN, "transports": ["tcp"], "metadata": ""}
+    options |= {"tls": engine_tls(made(data))}
+
+    async def drop() -> str:
+        return (await AsyncTransferEngine.start("dropped", **options)).addresses[0]
+
+    address = asyncio.run(drop())
+    gc.collect()
+    TransferEngine("next", listen=address, **options).close()
 
 
 class Cutter(Sniffer):

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <utility>
 
@@ -75,6 +76,9 @@ Result<DataTls> data_tls() {
             "cluster.tls_data is \"mutual\" and MOONPOOL_CLUSTER_TLS_CA is empty; name the authorities "
             "that vouch for other engines"};
     }
+    if (Status status = check_key(own); !status) return status.error();
+    // The program has no log of ours.
+    own.tell = [](const std::string& trouble) { std::fprintf(stderr, "moonpool: %s\n", trouble.c_str()); };
     TlsFiles shown = own, seen = own;
     if (!mutual) {
         shown.ca.clear();

@@ -270,6 +270,12 @@ auto without_gil(F f) {
     return f();
 }
 
+// What an engine with TLS tells. Its own object: the thread that waits for notes keeps no engine alive.
+struct EngineNotes {
+    const std::shared_ptr<Journal> journal = std::make_shared<Journal>();
+    std::atomic<bool> ended{false};  // the engine was closed, or is gone
+};
+
 class PyEngine {
    public:
     PyEngine(std::string name, std::vector<std::string> listen, const py::bytes& token, std::string tenant,
@@ -301,12 +307,16 @@ class PyEngine {
         options.timeout_ms = std::max(1, milliseconds_from_zero(timeout_s));
         options.tls_server = tls_server.value_or(nullptr);
         options.tls_client = tls_client.value_or(nullptr);
-        options.journal = journal_;
+        if (options.tls_server != nullptr || options.tls_client != nullptr) {
+            notes_ = std::make_shared<EngineNotes>();
+            options.journal = notes_->journal;
+        }
         engine_ = unwrap(without_gil([&] { return Engine::create(std::move(options)); }), "engine");
     }
     // Threads of the engine end here, without the GIL, before Python's memory that they may copy goes.
     ~PyEngine() {
         py::gil_scoped_release nogil;
+        end_notes();
         engine_.reset();
     }
 
@@ -450,15 +460,10 @@ class PyEngine {
     bool close() {
         py::gil_scoped_release nogil;
         bool left = static_cast<bool>(engine_->close());
-        // Wakes the thread that waits for notes. A child of fork() has its parent's descriptor.
-        if (!closed_.exchange(true) && engine_->in_this_process()) {
-            journal_->note(Level::kDebug, "engine_closed", "", "the engine is closed");
-        }
+        end_notes();
         return left;
     }
-    bool closed() const { return closed_; }
-    int notes_fd() const { return journal_->fd(); }
-    py::list take_notes() { return notes_of(*journal_); }
+    std::shared_ptr<EngineNotes> notes() const { return notes_; }
 
    private:
     static py::bytes id_bytes(const transport::SegmentId& id) {
@@ -476,8 +481,14 @@ class PyEngine {
         return id;
     }
 
-    const std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
-    std::atomic<bool> closed_{false};
+    // Wakes the thread that waits for notes. A child of fork() has its parent's descriptor.
+    void end_notes() {
+        if (notes_ == nullptr || engine_ == nullptr || !engine_->in_this_process()) return;
+        if (notes_->ended.exchange(true)) return;
+        notes_->journal->note(Level::kDebug, "engine_closed", "", "the engine is closed");
+    }
+
+    std::shared_ptr<EngineNotes> notes_;  // null: in plain
     std::shared_ptr<Engine> engine_;
 };
 
@@ -521,6 +532,14 @@ void add_method(py::handle type, PyMethodDef* definition) {
 void bind_engine(py::module_& m) {
     memory_type = make_memory_type();
     m.attr("EngineMemory") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(memory_type));
+    py::class_<EngineNotes, std::shared_ptr<EngineNotes>>(m, "EngineNotes")
+        .def_property_readonly("ended", [](const EngineNotes& notes) { return notes.ended.load(); })
+        .def_property_readonly(
+            "notes_fd", [](const EngineNotes& notes) { return notes.journal->fd(); },
+            "Readable when take_notes() has some, and at its end.")
+        .def(
+            "take_notes", [](EngineNotes& notes) { return notes_of(*notes.journal); },
+            "What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)");
     py::class_<PyEngine> engine(m, "Engine", "Moves bytes between registered memory of processes.");
     engine
         .def(py::init<std::string, std::vector<std::string>, const py::bytes&, std::string, uint32_t,
@@ -563,11 +582,7 @@ void bind_engine(py::module_& m) {
         .def("notify", &PyEngine::notify, py::arg("segment"), py::arg("message"))
         .def("notifications", &PyEngine::notifications)
         .def("metrics", &PyEngine::metrics)
-        .def_property_readonly("closed", &PyEngine::closed)
-        .def_property_readonly("notes_fd", &PyEngine::notes_fd,
-                               "Readable when take_notes() has some, and at its end.")
-        .def("take_notes", &PyEngine::take_notes,
-             "What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)")
+        .def_property_readonly("notes", &PyEngine::notes, "None: in plain.")
         .def("close", &PyEngine::close,
              "Ends what runs. False: a device or a stopped peer may still access registered memory, which "
              "must "

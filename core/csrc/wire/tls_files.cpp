@@ -8,7 +8,7 @@ namespace moonpool {
 
 namespace {
 
-// (Of the first key a process is told by its configuration.) A key of root's may be readable for a group, as
+// A key of root's may be readable for a group, as
 // those of Kubernetes' secrets are: a process of another user could not read it otherwise.
 bool is_open_to_others(const std::string& file) {
     struct stat is {};
@@ -18,6 +18,12 @@ bool is_open_to_others(const std::string& file) {
 }
 
 }  // namespace
+
+Status check_key(const TlsFiles& files) {
+    if (!is_open_to_others(files.key)) return success();
+    return Error{Code::kInvalidArgument, std::string(files.use->key) + " = " + files.key +
+                                             " can be read by others; run: chmod 600 " + files.key};
+}
 
 // Streams that are open have a reference to the context of their own.
 FollowedTls::~FollowedTls() {
@@ -58,16 +64,14 @@ ssl_st* FollowedTls::open() {
     if (Seen now = look(); now != seen_) {
         seen_ = now;
         // Each time, whichever file has changed: a key that was refused may not slip in with its certificate.
-        Result<ssl_ctx_st*> made =
-            is_open_to_others(files_.key)
-                ? Error{Code::kInvalidArgument, std::string(files_.use->key) + " = " + files_.key +
-                                                    " can be read by others; run: chmod 600 " + files_.key}
-                : make_();
+        Status closed = check_key(files_);
+        Result<ssl_ctx_st*> made = closed ? make_() : closed.error();
         if (made) {
             lib_.SSL_CTX_free(std::exchange(context_, *made));
             trouble_.clear();
         } else {
             trouble_ = made.error().text + "; the files from before are in use";
+            if (files_.tell != nullptr) files_.tell(trouble_);
         }
     }
     lib_.ERR_clear_error();

@@ -56,7 +56,12 @@ struct TlsFiles {
     std::string cert, key;  // what this side shows
     std::string ca;         // whom it trusts
     const TlsUse* use = &kControlTls;
+    // Told of files that changed and cannot be used, of a process without a log; null: see take_trouble().
+    void (*tell)(const std::string& trouble) = nullptr;
 };
+
+// An error: others can read the key. FollowedTls checks each key but the first, which the caller does.
+Status check_key(const TlsFiles& files);
 
 class FollowedTls {
    public:
