@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-import struct
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+
+from moonpool.core.service.peer_user import is_same_user
 
 _GREETING = b"moonpool-proxy 1"
 _TAKEN = b"taken"
@@ -73,7 +73,7 @@ def find_predecessor(host: str, port: int) -> Predecessor | None:
     connection.settimeout(_ANSWER_S)
     try:
         connection.connect(_name(host, port))
-        if _is_ours(connection):
+        if is_same_user(connection):
             greeting, numbers, _, _ = socket.recv_fds(
                 connection, len(_GREETING), _SOCKETS_MAX, socket.MSG_CMSG_CLOEXEC
             )
@@ -138,7 +138,7 @@ class Offer:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             with caller, suppress(OSError, TimeoutError):
-                if not _is_ours(caller):
+                if not is_same_user(caller):
                     continue
                 socket.send_fds(caller, [_GREETING], [each.fileno() for each in self._listening])
                 if await asyncio.wait_for(loop.sock_recv(caller, len(_TAKEN)), _PREPARE_S) != _TAKEN:
@@ -151,10 +151,3 @@ class Offer:
 
 def _name(host: str, port: int) -> str:
     return f"\0moonpool-proxy {host}:{port}"
-
-
-def _is_ours(connection: socket.socket) -> bool:
-    """Whether the peer process belongs to this user or to root."""
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return user in (os.getuid(), 0)

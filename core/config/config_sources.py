@@ -54,11 +54,12 @@ _FLAGS = {
 
 class Origin(msgspec.Struct, frozen=True):
     """Where a value came from. kind: default, file, environment or argument; detail: the file, variable or
-    option.
+    option. is_share: it was given as a share of the memory that was available then, as "80%".
     """
 
     kind: str
     detail: str = ""
+    is_share: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} {self.detail}" if self.detail else self.kind
@@ -85,6 +86,8 @@ def load_sections(
     for key, raw in values.items():
         section, name = key.split(".", 1)
         made[section][name] = _convert(keys[key].type, raw, key, origins[key])
+        if extra_of(keys[key].type).get("unit") == "arena bytes" and str(raw).strip().endswith("%"):
+            origins[key] = msgspec.structs.replace(origins[key], is_share=True)
     return {name: made_of(kind, made[name]) for name, kind in sections.items()}, origins
 
 

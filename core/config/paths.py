@@ -117,6 +117,11 @@ def socket_event_streams(socket: Path) -> tuple[Path, Path]:
     return Path(f"{socket}.pub"), Path(f"{socket}.replay")
 
 
+def socket_take_over(socket: Path) -> Path:
+    """The Unix socket beside a node's own at which another process takes over from it."""
+    return Path(f"{socket}.take")
+
+
 def client_token(socket: str | Path) -> bytes:
     """What to prove to ``socket``, a node's socket or the link to one: the tenant's key or else the token of
     the environment, else what the node wrote beside it, else the one that all of this user share here.

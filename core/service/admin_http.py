@@ -17,7 +17,7 @@ import hmac
 import ipaddress
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -57,6 +57,7 @@ class AdminServer:
     private: routes that get their request, once is_allowed(its Authorization header, or "") is true. A path
     may be "POST /path".
     own: routes of all methods that get their request and check it by themselves.
+    listening: sockets that listen at the address already; none: new ones.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class AdminServer:
         private: Mapping[str, AnswerTo] | None = None,
         is_allowed: Callable[[str], bool] = lambda authorization: False,
         own: Mapping[str, AnswerTo] | None = None,
+        listening: Sequence[socket.socket] = (),
     ) -> None:
         self.address = address
         self._own = dict(own or {})
@@ -84,7 +86,7 @@ class AdminServer:
         self._timeout_s = timeout_s
         self._open: dict[_Deadline, str] = {}  # with the client's address, oldest first
         self._runner: web.AppRunner | None = None
-        self._listeners: list[socket.socket] = []
+        self._listeners = list(listening)
         self._queues: list[_native.AcceptQueue] = []
         self._accepted: set[asyncio.Task[object]] = set()
         self._closed = False
@@ -137,6 +139,15 @@ class AdminServer:
 
     async def _listen(self) -> None:
         """At every address that the host names. Raises OSError."""
+        if not self._listeners:
+            await self._bind()
+        loop = asyncio.get_running_loop()
+        for listening in self._listeners:
+            queue = native_core("admin page").AcceptQueue(listening.fileno(), PLACES)
+            self._queues.append(queue)
+            loop.add_reader(queue.fileno(), self._take, queue)
+
+    async def _bind(self) -> None:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(
             self.address.host, self.address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -154,10 +165,6 @@ class AdminServer:
                 listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listening.bind(place)
             listening.listen(BACKLOG)
-        for listening in self._listeners:
-            queue = native_core("admin page").AcceptQueue(listening.fileno(), PLACES)
-            self._queues.append(queue)
-            loop.add_reader(queue.fileno(), self._take, queue)
 
     def _stop_listening(self) -> None:
         for queue in self._queues:
@@ -207,6 +214,11 @@ class AdminServer:
             connection.abort()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    @property
+    def listening(self) -> tuple[socket.socket, ...]:
+        """The sockets that listen, for another process that takes over."""
+        return tuple(self._listeners)
 
     @property
     def url(self) -> str:

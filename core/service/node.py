@@ -11,12 +11,14 @@ the pages, logs the data plane's notes, and waits for a signal.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,7 @@ from moonpool.core.config.config import Config
 from moonpool.core.config.native_settings import node_settings
 from moonpool.core.config.tenants_file import NativeLimits, limits_of, native_limits, salts_of
 from moonpool.core.config.units import format_size, parse_size
-from moonpool.core.errors import ConfigError, InvalidArgument, Unavailable
+from moonpool.core.errors import ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.service.address_space import check_address_space
 from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_settings
@@ -52,6 +54,7 @@ from moonpool.core.service.service_process import (
     json_response,
     run_until_signal,
 )
+from moonpool.core.service.take_over import VERSION, Facts, Offer, Predecessor, find_predecessor
 from moonpool.core.service.tenant_keys import tenants_of
 
 if TYPE_CHECKING:
@@ -69,10 +72,17 @@ ServerFactory = Callable[[Config, Path, bytes, NodeAddresses], "_native.Server"]
 
 
 def native_server(
-    config: Config, socket_path: Path, token: bytes, addresses: NodeAddresses, *, size_option: str = "--dram "
+    config: Config,
+    socket_path: Path,
+    token: bytes,
+    addresses: NodeAddresses,
+    *,
+    size_option: str = "--dram ",
+    predecessor: tuple[int, Sequence[int]] | None = None,
 ) -> _native.Server:
     """Makes the server in C++. Raises a moonpool Error when it cannot, also where the arenas are larger than
     the memory that is available, or than the address space. size_option: how the user gives their size.
+    predecessor: what the node that it replaces gave (take_over.py).
     """
     core = native_core("node")
     node = config.node
@@ -100,6 +110,7 @@ def native_server(
             size_option=size_option,
             salts={} if tenants is None else salts_of(tenants.rows),
             limits=[] if tenants is None else native_limits(tenants.rows),
+            predecessor=None if predecessor is None else (predecessor[0], list(predecessor[1])),
         )
     return server
 
@@ -142,8 +153,14 @@ def ssd_directories(config: Config) -> list[tuple[str, int]]:
 class Node(ServiceProcess["_native.Server"]):
     """One node."""
 
-    def __init__(self, config: Config, *, make_server: ServerFactory = native_server) -> None:
+    def __init__(
+        self, config: Config, *, make_server: ServerFactory = native_server, take_over: bool = False
+    ) -> None:
         super().__init__(config)
+        self._takes_over = take_over
+        self._offer: Offer | None = None
+        self._predecessor: Predecessor | None = None  # until we have joined the master
+        self._replaced = False  # another process serves; what is ours is its now
         self.addresses = NodeAddresses()
         self._make_server = make_server
         self._claim: Claim | None = None
@@ -186,21 +203,158 @@ class Node(ServiceProcess["_native.Server"]):
         self._token = token = self.config.read_token()
         self.config.warn_of_short_token(_log)
         self._admin_token = self.config.read_admin_token() if http is not None else b""
-        self._claim = Claim(paths.check_socket_path(path))
-        # Where tenants have keys of their own, programs of this user do not get all of them.
-        if self.config.token_is_configured and not self.config.cluster.tenants_file:
-            self._claim.tell_token(token)
-        if settings := control_settings(self.config):
-            self._claim.tell_tls(settings)
-        server = self._make_server(self.config, path, token, self.addresses)
-        self._publish(server, path)
+        paths.check_socket_path(path)
+        predecessor = await self._find_predecessor(path)
+        if predecessor is None:
+            self._claim = Claim(path)
+            self._tell_clients()
+            server = self._make_server(self.config, path, token, self.addresses)
+        else:
+            server = await self._take_over(predecessor, path)
+            self._claim = Claim.of_predecessor(path, predecessor.lock)
+            self._tell_clients()
+        self._publish_if_possible(server, path, predecessor)
         self._begin(server, _log, self._heard, self._take_limits)
+        if predecessor is not None:
+            self._report(predecessor)
         if http is not None:
             private = {"/drain": self._drain_page, "POST /drain": self._begin_drain}
             private["POST /drain-stop"] = self._end_drain
             # /stat says less to a client without the admin token.
-            await self._serve_http(http, node, tls, private, self._is_allowed, {"/stat": self._stat})
+            await self._serve_http(
+                http,
+                node,
+                tls,
+                private,
+                self._is_allowed,
+                {"/stat": self._stat},
+                [] if predecessor is None else predecessor.http,
+            )
+        self._predecessor = predecessor
+        self._offer = Offer(
+            path,
+            self._facts_for_successor,
+            give=lambda: server.give(),
+            take_back=self._take_back,
+            close_events=self._close_events,
+            let_go=functools.partial(self._let_go, asyncio.get_running_loop()),
+        )
         link_default(path)
+
+    def _tell_clients(self) -> None:
+        assert self._claim is not None
+        # Where tenants have keys of their own, programs of this user do not get all of them.
+        if self.config.token_is_configured and not self.config.cluster.tenants_file:
+            self._claim.tell_token(self._token)
+        if settings := control_settings(self.config):
+            self._claim.tell_tls(settings)
+
+    # ---- instead of another process
+
+    async def _find_predecessor(self, path: Path) -> Predecessor | None:
+        """The running node, which can be taken over with our settings; None: it is not wanted, or there is
+        none. Raises ConfigError where the settings differ."""
+        if not self._takes_over:
+            return None
+        predecessor = await asyncio.to_thread(find_predecessor, path)
+        if predecessor is None:
+            _log.info("no node serves %s: this one begins anew", path, extra={"event": "take_over"})
+            return None
+        try:
+            if self.config.origin("node.dram").is_share:  # of what was available when that one started
+                own = msgspec.structs.replace(self.config.node, dram=predecessor.facts.dram)
+                self.config = msgspec.structs.replace(self.config, node=own)
+            predecessor.check(self._settings_in_common())
+        except Error:
+            predecessor.close()
+            raise
+        # Default ports that are in use are so by the predecessor.
+        self.addresses = replace(self.addresses, advertise=predecessor.facts.advertise)
+        return predecessor
+
+    async def _take_over(self, predecessor: Predecessor, path: Path) -> _native.Server:
+        """Its server with what the running node has; that one serves no more. Raises a moonpool Error where
+        it serves on."""
+        self._took_from_s = time.monotonic()
+        try:
+            given = await asyncio.to_thread(predecessor.take_what_it_has)
+            server = native_server(self.config, path, self._token, self.addresses, predecessor=given)
+            await asyncio.to_thread(predecessor.replace)
+        except BaseException:
+            predecessor.close()
+            raise
+        return server
+
+    def _report(self, predecessor: Predecessor) -> None:
+        assert self._server is not None
+        objects = self._server.metrics().get("objects", 0)
+        took_ms = (time.monotonic() - self._took_from_s) * 1000
+        text = "took over from process %d: %d objects; clients waited %.0f ms"
+        _log.info(text, predecessor.facts.pid, objects, took_ms, extra={"event": "take_over"})
+
+    def _settings_in_common(self) -> dict[str, str]:
+        """What a successor must have alike: sizes of the memory files, addresses of the sockets."""
+        node = self.config.node
+        sizes = {f"node.tenants.{name}": _size_text(size) for name, size in node.tenants.items()}
+        return {
+            "node.name": node.name,
+            "node.dram": _size_text(node.dram),
+            **sizes,
+            "node.ssd": ", ".join(node.ssd) or "none",
+            "node.listen": node.listen,
+            "node.http": node.http,
+            "node.host_id": self.addresses.host_id,
+            "cluster.master": self.addresses.master or "none",
+        }
+
+    def _facts_for_successor(self) -> tuple[Facts, Sequence[int]]:
+        if self._server is None or self._claim is None or self._stopping:
+            raise OSError("the node stops")
+        refused = self._server.why_not_given
+        if self._drain is not None and self._drain.is_running:
+            refused = "it is being drained"
+        http = [] if self._http is None else [each.fileno() for each in self._http.listening]
+        facts = Facts(
+            VERSION,
+            os.getpid(),
+            self._settings_in_common(),
+            self.advertise,
+            refused,
+            len(http),
+            self.config.node.dram,
+        )
+        return facts, [self._claim.lock, *http]
+
+    def _close_events(self) -> None:
+        events, self._events = self._events, None
+        if events is not None:
+            events.close()
+
+    def _take_back(self) -> None:
+        server = self._server
+        if server is None:
+            return
+        server.take_back()
+        if self._published is not None and self._events is None:
+            self._publish(server, self.socket)
+
+    def _let_go(self, loop: asyncio.AbstractEventLoop) -> None:
+        assert self._server is not None
+        self._replaced = True
+        self._server.let_go()
+        _log.info("another process has taken over", extra={"event": "take_over"})
+        loop.call_soon_threadsafe(self._over.set)
+
+    def _publish_if_possible(
+        self, server: _native.Server, socket: Path, predecessor: Predecessor | None
+    ) -> None:
+        """As _publish; but a node that has taken over lives on without KV events, rather than not."""
+        try:
+            self._publish(server, socket)
+        except ConfigError as error:
+            if predecessor is None:
+                raise
+            _log.error("no KV events are published: %s", error)
 
     def _take_limits(self, rows: Sequence[NativeLimits]) -> None:
         if self._server is not None:
@@ -226,7 +380,12 @@ class Node(ServiceProcess["_native.Server"]):
     async def stop(self) -> None:
         """See ServiceProcess.stop; also gives up the socket and the link node.sock."""
         self._stopping = True
-        if self._claim is not None:  # node.sock may lead here: as the first node's, or handed over by one
+        if self._offer is not None:
+            offer, self._offer = self._offer, None
+            await asyncio.to_thread(offer.close)
+        if (
+            self._claim is not None and not self._replaced
+        ):  # node.sock may lead here: as the first node's, or handed over by one
             try:
                 hand_over_default(self.socket)
             except (ConfigError, OSError) as error:  # an unusable runtime folder must not end a stop early
@@ -238,7 +397,10 @@ class Node(ServiceProcess["_native.Server"]):
         await super().stop()
         if self._claim is not None:
             claim, self._claim = self._claim, None
-            claim.release()
+            if self._replaced:
+                claim.abandon()
+            else:
+                claim.release()
 
     def stat(self) -> dict[str, object]:
         """The content of /stat: the node's name and pid, where it listens, and its counters."""
@@ -286,6 +448,9 @@ class Node(ServiceProcess["_native.Server"]):
                     await self._master_spoke.wait()
                 if self.why_memory_short():
                     await self._memory_ended.wait()
+        predecessor, self._predecessor = self._predecessor, None
+        if predecessor is not None:
+            predecessor.let_end()
 
     def _heard(self, kind: str) -> None:
         # Of several masters all that it has to join.
@@ -396,6 +561,14 @@ class Node(ServiceProcess["_native.Server"]):
         return json_response(page)
 
 
+def _size_text(size: int) -> str:
+    text = format_size(size)
+    try:
+        return text if parse_size(text) == size else f"{size} bytes"
+    except ValueError:
+        return f"{size} bytes"
+
+
 def _progress(progress: DrainProgress) -> web.Response:
     return web.Response(body=msgspec.json.encode(progress), content_type="application/json")
 
@@ -405,8 +578,11 @@ def run(
     *,
     on_ready: Callable[[Node], None] | None = None,
     make_server: ServerFactory = native_server,
+    take_over: bool = False,
 ) -> None:
-    """Runs a node until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
-    node = Node(config, make_server=make_server)
+    """Runs a node until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start. take_over: it takes
+    the place of the running node of its socket, if there is one, with its content.
+    """
+    node = Node(config, make_server=make_server, take_over=take_over)
     told = None if on_ready is None else lambda: on_ready(node)
     run_until_signal(node, told, _log, stop_delay_s=config.node.stop_delay_s)

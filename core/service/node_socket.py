@@ -4,6 +4,7 @@
     node-NAME.sock.tls    how clients dial the master inside TLS, where they must; gone with the socket
     node-NAME.sock.events where the node publishes its KV events (published_events.py); gone with the socket
     node-NAME.sock.pub    where it publishes them by default, and node-NAME.sock.replay; gone with the socket
+    node-NAME.sock.take   where another process takes over from the node (take_over.py); gone with the socket
     node-NAME.sock        bound by the server; after kill -9 it stays behind and refuses connections: stale
     node-NAME.sock.lock   locked (flock) by the living owner of node-NAME.sock: of two nodes that start at the
                           same moment only one finds the socket stale; the kernel frees it with the process
@@ -58,10 +59,7 @@ class Claim:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = Path(f"{path}.lock")
-        self._released = threading.Event()
-        self._follower: threading.Thread | None = None
+        self._begin(path)
         try:
             self._descriptor = _take(self._lock)
         except BlockingIOError:
@@ -80,6 +78,33 @@ class Claim:
         except BaseException:
             self._drop_lock()
             raise
+
+    def _begin(self, path: Path) -> None:
+        self.path = path
+        self._lock = Path(f"{path}.lock")
+        self._released = threading.Event()
+        self._follower: threading.Thread | None = None
+
+    @classmethod
+    def of_predecessor(cls, path: Path, lock: int) -> Claim:
+        """The right that the process before had. lock: its descriptor of the locked file, which is this one's
+        from now on, and so is the lock, however that process ends."""
+        claim = cls.__new__(cls)
+        claim._begin(path)
+        claim._descriptor = lock
+        return claim
+
+    @property
+    def lock(self) -> int:
+        """The descriptor of the locked file, for a successor."""
+        return self._descriptor
+
+    def abandon(self) -> None:
+        """Leaves everything as it is: another process has the right."""
+        self._released.set()
+        if self._follower is not None:
+            self._follower.join()
+        os.close(self._descriptor)
 
     def release(self) -> None:
         """Removes the socket and gives the right back."""
@@ -121,7 +146,8 @@ class Claim:
     def _remove_told(self) -> None:
         for told in (paths.socket_token, paths.socket_tls, paths.socket_events):
             told(self.path).unlink(missing_ok=True)
-        for stream in paths.socket_event_streams(self.path):  # ZMQ leaves them behind
+        # ZMQ leaves them behind.
+        for stream in (*paths.socket_event_streams(self.path), paths.socket_take_over(self.path)):
             with suppress(FileNotFoundError):
                 if stat.S_ISSOCK(stream.lstat().st_mode):  # anything else is another program's
                     stream.unlink()
@@ -252,7 +278,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 def _served(path: Path) -> ConfigError:
     return ConfigError(
-        f"another node already serves {path}; choose --name",
+        f"another node already serves {path}; choose --name, or replace it with --take-over",
         operation="node",
         key="node.name",
         peer=str(path),

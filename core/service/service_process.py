@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -61,6 +62,7 @@ class ServiceProcess(Generic[S]):
         self._notes: Notes | None = None
         self._tenants: TenantKeys | None = None
         self._leaving = False
+        self._over = asyncio.Event()  # another process has taken over
         self._stopping = False
         self._admin_token = b""
         self._started_s = time.monotonic()
@@ -82,6 +84,10 @@ class ServiceProcess(Generic[S]):
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await over.wait()
+
+    async def over(self) -> None:
+        """Returns when another process serves in this one's place."""
+        await self._over.wait()
 
     async def stop(self) -> None:
         """Ends what start() began; after a failed start, as much of it as there was. The HTTP endpoints close
@@ -139,10 +145,11 @@ class ServiceProcess(Generic[S]):
         private: Mapping[str, AnswerTo],
         is_allowed: Callable[[str], bool],
         own: Mapping[str, AnswerTo] | None = None,
+        listening: Sequence[socket.socket] = (),
     ) -> None:
         """Serves metrics, probes and ``private``: path -> answer, for requests that ``is_allowed`` admits.
 
-        own: routes that check their requests by themselves."""
+        own: routes that check their requests by themselves. listening: as of AdminServer."""
         assert self._server is not None
         probes = Probes(
             self._server, reasons=self._all_reasons, facts=self._facts, is_stopping=lambda: self._stopping
@@ -162,6 +169,7 @@ class ServiceProcess(Generic[S]):
             private=private,
             is_allowed=is_allowed,
             own=own,
+            listening=listening,
         )
         await self._http.start()
         self.http_url = self._http.url
@@ -207,8 +215,12 @@ async def _run(
         await service.settled()
         if on_ready is not None:
             on_ready()
-        await asked_to_stop.wait()
-        if stop_delay_s:
+        replaced = asyncio.ensure_future(service.over())
+        asked = asyncio.ensure_future(asked_to_stop.wait())
+        await asyncio.wait((replaced, asked), return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (replaced, asked):
+            waiting.cancel()
+        if stop_delay_s and not replaced.done():
             log.info("not ready; stopping in %g s", stop_delay_s, extra={"event": "not_ready"})
             await service.linger(stop_delay_s, asked_again)
         log.info("stopping", extra={"event": "stopping"})

@@ -64,9 +64,9 @@ class Server:
     @staticmethod
     def setting_names() -> list[str]:
         ...
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, settings: dict, *, name: str = 'default', listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], events: bool = False, tls: TlsClient | None = None, size_option: str = '--dram ', memory_root: str = '', salts: collections.abc.Mapping[str, str] = {}, data_tls: TlsServer | None = None, limits: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None]] = []) -> None:
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, settings: dict, *, name: str = 'default', listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], events: bool = False, tls: TlsClient | None = None, size_option: str = '--dram ', memory_root: str = '', salts: collections.abc.Mapping[str, str] = {}, data_tls: TlsServer | None = None, limits: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None]] = [], predecessor: tuple[typing.SupportsInt | typing.SupportsIndex, collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]] | None = None) -> None:
         """
-        settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant. limits: as of set_limits().
+        settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant. limits: as of set_limits(). predecessor: what give() of another process's returned, whose descriptors this one owns from now on.
         """
     def begin_events(self) -> bool:
         """
@@ -84,6 +84,10 @@ class Server:
         """
         (next cursor, 0 behind the last; rows of blocks that are there)
         """
+    def give(self) -> tuple:
+        """
+        For another process: (descriptor of a description, which the caller owns; descriptors of arenas, sockets and connections, which stay the server's). It serves no more until take_back().
+        """
     def histograms(self) -> dict:
         """
         name -> (upper bounds in s, counts with one more for +Inf, sum in s)
@@ -99,6 +103,10 @@ class Server:
     def is_alive(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> bool:
         """
         Whether the threads that serve answer within so many seconds.
+        """
+    def let_go(self) -> None:
+        """
+        After give(): it has ended, and the other process serves.
         """
     def membership(self) -> typing.Any:
         """
@@ -132,6 +140,10 @@ class Server:
         ...
     def stop(self) -> None:
         ...
+    def take_back(self) -> None:
+        """
+        After give(): it serves as before.
+        """
     def take_events(self) -> typing.Any:
         """
         What blocks came and went, in rows of 40 bytes; None: all is due anew, by events_inventory().
@@ -161,6 +173,11 @@ class Server:
     def notes_fd(self) -> int:
         """
         Readable when take_notes() has some.
+        """
+    @property
+    def why_not_given(self) -> str:
+        """
+        Empty: give() may be called.
         """
 class Pin:
     """

@@ -423,7 +423,8 @@ def test_a_second_node_of_the_name_exits_2_and_after_kill_9_a_new_one_starts(run
             assert second.stderr is not None
             said = second.stderr.read().decode()
             assert second.wait(DEADLINE_S) == 2
-        assert said == f"moonpool: another node already serves {runtime}/node-default.sock; choose --name\n"
+        what = f"moonpool: another node already serves {runtime}/node-default.sock"
+        assert said == f"{what}; choose --name, or replace it with --take-over\n"
         first.kill()
         first.wait(DEADLINE_S)
     assert (runtime / "node-default.sock").is_socket()

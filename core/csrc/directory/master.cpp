@@ -84,7 +84,10 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
         if (!empty && !knows(seat, hash, removal.place)) drop(seat, hash, removal.version);
         return false;
     });
-    seat.joined_when = seat.drops.end();
+    // A node that was never out of touch (another process of it has taken over) is no further behind than any
+    // other that has yet to carry out what it was sent.
+    bool is_behind = !joined->was_alive || joining_.contains(joined->id);
+    seat.joined_when = is_behind ? seat.drops.end() : seat.drops.first();
     seem_joining(now_ms, joined->id, seat);
     return JoinAnswer{joined->id, joined->resumed, joined->old_link};
 }

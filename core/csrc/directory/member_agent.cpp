@@ -55,6 +55,12 @@ void MemberAgent::stop() {
     (void)thread_.join();
 }
 
+void MemberAgent::abandon() {
+    leaves_ = false;
+    stopping_ = true;
+    wake();
+}
+
 void MemberAgent::wake() {
     uint64_t one = 1;
     (void)!::write(wake_.get(), &one, sizeof(one));
@@ -143,7 +149,7 @@ Status MemberAgent::live(Link& link) {
         note_progress();
         if (status) status = wait(link);
     }
-    if (status) protocol_.leave();
+    if (status && leaves_) protocol_.leave();
     return status;
 }
 

@@ -51,6 +51,8 @@ class MemberAgent {
 
     Status start();
     void stop();  // idempotent
+    // The next stop() sends no LEAVE, as another process goes on in the node's place. At once, on any thread.
+    void abandon();
     void wake();  // the log has rows: any thread, never blocks
 
     struct State {
@@ -89,6 +91,7 @@ class MemberAgent {
     Counters counters_;
     Fd wake_;
     std::atomic<bool> stopping_{false};  // ends an attempt to connect, too
+    std::atomic<bool> leaves_{true};     // at the end of the connection
     ServiceThread thread_;
 
     MemberProtocol protocol_;  // of the thread

@@ -123,6 +123,7 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
         if (member.identity.incarnation == identity.incarnation) {
             joined.id = *known;
             joined.resumed = true;
+            joined.was_alive = member.state == MemberState::kAlive;
             bool moved = member.identity != identity;  // its address may be another
             member.identity = identity;
             set_load(*known, member, load);

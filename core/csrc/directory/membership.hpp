@@ -56,7 +56,8 @@ class Membership {
    public:
     struct Joined {
         NodeId id = kNoNode;
-        bool resumed = false;  // the same incarnation under the same number: its rows still count
+        bool resumed = false;    // the same incarnation under the same number: its rows still count
+        bool was_alive = false;  // and its former connection stands: it was never out of touch
         std::optional<NodeId> replaced;
         LinkId old_link = kNoLink;           // to be closed: of the same member, or of the one it replaced
         std::optional<uint64_t> heard_ms{};  // when this member was last in touch, if that is known

@@ -25,6 +25,9 @@ class Leases {
     // See ExtentAllocator::allocate.
     std::optional<Extent> open(uint64_t min, uint64_t want, uint64_t align);
 
+    // One that another process opened. The allocator has none of it; commit() tells of its objects.
+    void adopt(Extent extent) { open_.emplace(extent.offset, Lease{extent, {}}); }
+
     // Everything in it but live objects becomes free.
     void close(uint64_t offset);
 

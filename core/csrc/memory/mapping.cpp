@@ -83,6 +83,22 @@ Result<Arena> Arena::create(const std::string& name, uint64_t bytes) {
     return arena;
 }
 
+Result<Arena> Arena::adopt(Fd fd, uint64_t bytes, uint64_t committed) {
+    struct stat file {};
+    const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(fd.get(), &file) != 0 ||
+        static_cast<uint64_t>(file.st_size) != bytes || committed > bytes) {
+        return Error{Code::kProtocol, "the running node's memory is not what it describes"};
+    }
+    Result<Mapping> mapping = Mapping::map(fd.get(), bytes, true);
+    if (!mapping) return mapping.error();
+    Arena arena;
+    arena.fd_ = std::move(fd);
+    arena.mapping_ = std::move(*mapping);
+    arena.committed_ = committed;
+    return arena;
+}
+
 Status Arena::commit(uint64_t bytes) {
     if (Status status = commit_range(committed_, bytes); !status) return status;
     committed_ += bytes;

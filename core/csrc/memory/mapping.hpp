@@ -57,6 +57,9 @@ class Mapping {
 class Arena {
    public:
     static Result<Arena> create(const std::string& name, uint64_t bytes);
+    // The memory of another process's arena, of which `committed` bytes are reserved. An error: it is no file
+    // of that size whose size stays.
+    static Result<Arena> adopt(Fd fd, uint64_t bytes, uint64_t committed);
 
     // Reserves the pages of [committed(), committed() + bytes).
     Status commit(uint64_t bytes);

@@ -83,7 +83,8 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
                    std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option,
                    std::string memory_root, const std::map<std::string, std::string>& salts,
                    std::optional<std::shared_ptr<TlsServer>> data_tls,
-                   const std::vector<TenantLimitsRow>& limits)
+                   const std::vector<TenantLimitsRow>& limits,
+                   const std::optional<std::pair<int, std::vector<int>>>& predecessor)
     : name_(std::move(name)) {
     NodeSettings filled;
     SettingValues given(settings, "node");
@@ -112,8 +113,23 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.events = events;
     options.size_option = std::move(size_option);
     options.memory_root = std::move(memory_root);
+    std::optional<Fd> description;
+    std::vector<Fd> descriptors;
+    if (predecessor) {
+        description.emplace(predecessor->first);
+        for (int fd : predecessor->second) descriptors.emplace_back(fd);
+    }
     py::gil_scoped_release nogil;  // it may have a disk to read
-    Result<std::unique_ptr<Server>> server = Server::create(std::move(options));
+    Result<std::unique_ptr<Server>> server = Error{};
+    if (description) {
+        auto from = Predecessor::read(std::move(*description), std::move(descriptors));
+        if (from) {
+            options.predecessor = std::move(*from);
+        } else {
+            server = from.error();
+        }
+    }
+    if (!description || options.predecessor != nullptr) server = Server::create(std::move(options));
     py::gil_scoped_acquire gil;
     // Nothing serves yet: memory that cannot be had, a port in use, and a foreign disk are exceptions of
     // this constructor.
@@ -146,6 +162,26 @@ void PyServer::start() {
 void PyServer::stop() {
     py::gil_scoped_release nogil;
     server_->stop();
+}
+
+py::tuple PyServer::give() {
+    Result<Server::Given> given = Error{};
+    {
+        py::gil_scoped_release nogil;
+        given = server_->give();
+    }
+    if (!given) raise(given.error(), "take over");
+    return py::make_tuple(given->description.release(), given->descriptors);
+}
+
+void PyServer::take_back() {
+    py::gil_scoped_release nogil;
+    server_->take_back();
+}
+
+void PyServer::let_go() {
+    py::gil_scoped_release nogil;
+    server_->let_go();
 }
 
 bool PyServer::is_alive(double timeout_s) {
@@ -185,9 +221,14 @@ py::object PyServer::membership() {
                           static_cast<double>(state->answered_ms) / 1000);
 }
 
-py::list PyServer::ssd() const {
+py::list PyServer::ssd() {
+    std::vector<SsdTier::Device> devices;
+    {
+        py::gil_scoped_release nogil;
+        devices = server_->ssd();
+    }
     py::list rows;
-    for (const SsdTier::Device& device : server_->ssd()) {
+    for (const SsdTier::Device& device : devices) {
         py::dict row;
         row["directory"] = device.directory;
         row["io"] = device.io;
@@ -301,22 +342,25 @@ void bind_server(py::module_& m) {
             "tenant, namespace and fingerprint, with a zero byte between; empty: no object is left.");
     py::class_<PyServer>(m, "Server",
                          "A node's data plane: one thread, one Unix socket, an arena for each tenant.")
-        .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
-                      const py::dict&, std::string, std::vector<std::string>, std::string, std::string,
-                      std::string, const std::vector<std::pair<std::string, uint64_t>>&, bool,
-                      std::optional<std::shared_ptr<TlsClient>>, std::string, std::string,
-                      const std::map<std::string, std::string>&, std::optional<std::shared_ptr<TlsServer>>,
-                      const std::vector<TenantLimitsRow>&>(),
-             py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::arg("settings"), py::kw_only(),
-             py::arg("name") = "default", py::arg("listen") = std::vector<std::string>(),
-             py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "",
-             py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(), py::arg("events") = false,
-             py::arg("tls") = py::none(), py::arg("size_option") = "--dram ", py::arg("memory_root") = "",
-             py::arg("salts") = std::map<std::string, std::string>(), py::arg("data_tls") = py::none(),
-             py::arg("limits") = std::vector<TenantLimitsRow>(),
-             "settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant. limits: "
-             "as "
-             "of set_limits().")
+        .def(
+            py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
+                     const py::dict&, std::string, std::vector<std::string>, std::string, std::string,
+                     std::string, const std::vector<std::pair<std::string, uint64_t>>&, bool,
+                     std::optional<std::shared_ptr<TlsClient>>, std::string, std::string,
+                     const std::map<std::string, std::string>&, std::optional<std::shared_ptr<TlsServer>>,
+                     const std::vector<TenantLimitsRow>&,
+                     const std::optional<std::pair<int, std::vector<int>>>&>(),
+            py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::arg("settings"), py::kw_only(),
+            py::arg("name") = "default", py::arg("listen") = std::vector<std::string>(),
+            py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "",
+            py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(), py::arg("events") = false,
+            py::arg("tls") = py::none(), py::arg("size_option") = "--dram ", py::arg("memory_root") = "",
+            py::arg("salts") = std::map<std::string, std::string>(), py::arg("data_tls") = py::none(),
+            py::arg("limits") = std::vector<TenantLimitsRow>(), py::arg("predecessor") = py::none(),
+            "settings: a value for each of setting_names(). salts: of the keys' hashes, by tenant. limits: "
+            "as "
+            "of set_limits(). predecessor: what give() of another process's returned, whose descriptors this "
+            "one owns from now on.")
         .def_static("setting_names", &node_setting_names)
         .def("set_tenants", &PyServer::set_tenants, py::arg("rows"),
              "The tenants' own keys from now on: (tenant, role, keys). Connections by others end.")
@@ -329,6 +373,13 @@ void bind_server(py::module_& m) {
              "Where other hosts subscribe to the node's KV events: its master tells. Call it before start().")
         .def("start", &PyServer::start)
         .def("stop", &PyServer::stop)
+        .def(
+            "give", &PyServer::give,
+            "For another process: (descriptor of a description, which the caller owns; descriptors of "
+            "arenas, sockets and connections, which stay the server's). It serves no more until take_back().")
+        .def("take_back", &PyServer::take_back, "After give(): it serves as before.")
+        .def("let_go", &PyServer::let_go, "After give(): it has ended, and the other process serves.")
+        .def_property_readonly("why_not_given", &PyServer::why_not_given, "Empty: give() may be called.")
         .def("is_alive", &PyServer::is_alive, py::arg("timeout_s"),
              "Whether the threads that serve answer within so many seconds.")
         .def("memory", &PyServer::memory,

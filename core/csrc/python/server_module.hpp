@@ -30,12 +30,18 @@ class PyServer {
              const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
              std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option, std::string memory_root,
              const std::map<std::string, std::string>& salts,
-             std::optional<std::shared_ptr<TlsServer>> data_tls, const std::vector<TenantLimitsRow>& limits);
+             std::optional<std::shared_ptr<TlsServer>> data_tls, const std::vector<TenantLimitsRow>& limits,
+             const std::optional<std::pair<int, std::vector<int>>>& predecessor);
     void tell_event_endpoints(std::string events, std::string replay);
     void set_tenants(const std::vector<TenantKeyRow>& rows);
     void set_limits(const std::vector<TenantLimitsRow>& rows);
     void start();
     void stop();
+    // To another process: see Server::give().
+    py::tuple give();
+    void take_back();
+    void let_go();
+    std::string why_not_given() const { return server_->why_not_given(); }
     bool is_alive(double timeout_s);
     py::tuple memory() const;
     py::list take_notes();
@@ -43,7 +49,7 @@ class PyServer {
     std::map<std::string, uint64_t> metrics();
     py::dict histograms();
     py::object membership();
-    py::list ssd() const;
+    py::list ssd();
     bool check_integrity();
     // What the node has of whole KV blocks, in rows of 40 bytes: docs/events.md.
     int events_fd() const { return events().event_fd(); }

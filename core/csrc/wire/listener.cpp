@@ -17,7 +17,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "base/hmac.hpp"
 #include "wire/address.hpp"
@@ -57,6 +59,15 @@ void send_error(int fd, Code code, const std::string& text, TlsStream* tls) {
 Result<std::unique_ptr<Listener>> Listener::create(ListenerOptions options) {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a listening port needs a cluster token"};
     std::unique_ptr<Listener> listener(new Listener(std::move(options)));
+    std::vector<Fd>& given = listener->options_.sockets;
+    if (!given.empty() && given.size() != listener->options_.addresses.size()) {
+        return Error{Code::kProtocol, "the running node listens at another number of addresses"};
+    }
+    for (Fd& socket : given) {
+        listener->addresses_.push_back(local_address(socket.get()));
+        listener->sockets_.push_back(std::make_shared<ListenSocket>(*listener, std::move(socket)));
+    }
+    if (!given.empty()) return listener;
     for (const std::string& text : listener->options_.addresses) {
         Result<std::vector<SocketAddress>> addresses = resolve(text, true);
         if (!addresses) return addresses.error();
@@ -104,6 +115,35 @@ void Listener::stop() {
     pending_.clear();
     callers_.clear();
     sockets_.clear();
+}
+
+void Listener::pause(uint32_t timeout_ms) {
+    if (!running_) return;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    auto busy = std::make_shared<std::atomic<bool>>(true);
+    while (*busy && std::chrono::steady_clock::now() < end) {
+        bool ran = loop_->call(
+            [this, busy] {
+                for (const auto& socket : sockets_) loop_->remove(socket->fd.get());
+                *busy = !pending_.empty();
+            },
+            timeout_ms);
+        if (!ran) return;
+        if (*busy) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+void Listener::resume() {
+    if (!running_) return;
+    loop_->post([this] {
+        for (const auto& socket : sockets_) (void)loop_->add(socket->fd.get(), EPOLLIN, socket);
+    });
+}
+
+std::vector<int> Listener::sockets() const {
+    std::vector<int> numbers;
+    for (const auto& socket : sockets_) numbers.push_back(socket->fd.get());
+    return numbers;
 }
 
 bool Listener::is_alive(LivenessProbe::Clock::time_point deadline) {

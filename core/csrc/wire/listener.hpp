@@ -60,6 +60,7 @@ struct ListenerOptions {
     std::shared_ptr<const TlsServer> tls = nullptr;       // every caller must speak it; null: plain
     std::shared_ptr<Journal> journal = nullptr;           // of refused callers; null: they are only counted
     std::shared_ptr<const TenantKeys> tenants = nullptr;  // null: the cluster token alone opens the services
+    std::vector<Fd> sockets{};  // that listen at the addresses already, in their order; none: new ones
 };
 
 struct ListenerCounters {
@@ -85,6 +86,12 @@ class Listener {
     Status start();
     // Idempotent. No handler runs after its return.
     void stop();
+
+    // Takes no new connection until resume(), and waits at most so long for those in the handshake.
+    void pause(uint32_t timeout_ms);
+    void resume();
+    // That listen, for another process to take over.
+    std::vector<int> sockets() const;
 
     // Whether its thread answers by `deadline`; any other thread.
     bool is_alive(LivenessProbe::Clock::time_point deadline);

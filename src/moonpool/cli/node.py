@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from moonpool.cli.options import ConfigFile, TokenFile, examples
@@ -30,12 +32,24 @@ def register(app: typer.Typer) -> None:
             "moonpool node --dram 2GiB",
             "moonpool node --dram 2GiB --ssd /var/lib/moonpool/ssd:100GiB",
             "moonpool node --dram 512MiB --name second --http 127.0.0.1:7712",
+            "moonpool node --dram 2GiB --take-over",
             "moonpool node --dram 64GiB --listen 0.0.0.0:7710 --master 10.0.0.1:7700 --token-file token",
         ),
     )(node)
 
 
-def node(ctx: typer.Context, config: ConfigFile = None, token_file: TokenFile = None) -> None:
+def node(
+    ctx: typer.Context,
+    config: ConfigFile = None,
+    token_file: TokenFile = None,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Replace the node that runs under this name, with its content; no call of a client fails.",
+        ),
+    ] = False,
+) -> None:
     """Run a node: it owns a DRAM arena and serves it to the engines of this host, and with a master to other
     hosts, until SIGTERM.
     """
@@ -55,10 +69,10 @@ def node(ctx: typer.Context, config: ConfigFile = None, token_file: TokenFile = 
             why = ready.why_not_joined()
             place += f", master {ready.addresses.master}" + (f" NOT JOINED: {why}" if why else " joined")
         place += f", SSD {', '.join(settings.node.ssd)}" if settings.node.ssd else ""
-        size = format_size(settings.node.dram)
+        size = format_size(ready.config.node.dram)
         short = ready.why_memory_short()
         place += f"; {short}" if short else ""
         line = f"moonpool node {settings.node.name}: {size} of DRAM at {ready.socket}{place}"
         print(printable(line), flush=True)
 
-    run(settings, on_ready=on_ready)
+    run(settings, on_ready=on_ready, take_over=take_over)

@@ -630,6 +630,29 @@ TEST_CASE("master: a node is not read before it has dropped what it had missed")
     CHECK(master.check_integrity());
 }
 
+TEST_CASE(
+    "master: a node that another process goes on with is read meanwhile, and no removed key comes back") {
+    MasterLimits limits;
+    limits.grace_ms = 0;
+    Master master(limits, 0, kFirst);
+    Node a{master, "a"};
+    a.hold({1, 2, 3, 4});
+    a.join(0, 1);
+    a.inventory(0);
+    const NodeId unreached[] = {a.id};
+    master.forget(10, hashes_of({1, 2, 3}), unreached);
+    a.join(20, 2);  // the connection before it stands; two drops with each answer
+    CHECK(master.membership().state(a.id) == MemberState::kAlive);
+    CHECK(locate(master, {4})[0].size() == 1);
+    REQUIRE(master.delta(20, a.id, a.link, kDeltaBegin | kDeltaEnd, a.applied, rows_of(a.key_list())));
+    for (uint64_t key : {1, 2, 3}) CHECK(locate(master, {key})[0].empty());
+    CHECK(locate(master, {4})[0].size() == 1);
+    a.beat(30);
+    a.beat(40);
+    CHECK(a.keys() == std::set<uint64_t>{4});
+    CHECK(master.check_integrity());
+}
+
 TEST_CASE("master: a new master hears of removals from the nodes, and drops what was away meanwhile") {
     Master former({}, 0, kFirst);
     Version removed = order(former, 10, {1}).first;

@@ -59,7 +59,8 @@ Result<std::unique_ptr<OwnArena>> Client::own_arena() {
 bool Client::lives(const OwnArena& arena) {
     WaitBudget budget(wait_budget_ms());
     Result<std::shared_ptr<Session>> session = own_.session();
-    return session ? (*session)->incarnation() == arena.incarnation() : arena.process_runs();
+    if (session) return (*session)->incarnation() == arena.incarnation() && !arena.superseded();
+    return arena.process_runs();
 }
 
 void Client::note_reads(const OwnArena& arena, std::span<const OwnArena::Read> reads) {

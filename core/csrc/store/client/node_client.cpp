@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <numeric>
 
@@ -137,7 +138,7 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     // Looked at before each call: a node that was restarted between two calls is dialled at once, and the
     // caller notices nothing.
     forget_dead_session();
-    if (session_ != nullptr && !has_new_key()) return session_;
+    if (session_ != nullptr && !has_new_key() && !session_->superseded()) return session_;
     auto now = std::chrono::steady_clock::now();
     if (session_ == nullptr && now < retry_at_) return last_error_;
     if (WaitBudget::within(1) <= 0) {
@@ -147,7 +148,8 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     if (!options_.token.empty()) proved_ = options_.token.now()->front();
     Result<std::shared_ptr<Session>> opened = Session::open(options_, &closed_);
     if (closed_) return Error{Code::kClosed, "this store is closed"};  // while it was opened
-    if (!opened && session_ != nullptr) return session_;  // by the former key, as long as that stands
+    // By the former key, as long as that stands; or with the index of the process before.
+    if (!opened && session_ != nullptr) return session_;
     if (!opened) {
         // While the node is away other calls fail at once with this error, rather than each wait for the
         // same.
@@ -193,7 +195,7 @@ Result<std::shared_ptr<Session>> NodeClient::session_of(const Incarnation& incar
         forget_dead_session();
         for (const std::weak_ptr<Session>& session : lost_) {
             std::shared_ptr<Session> held = session.lock();
-            if (held != nullptr && held->incarnation() == incarnation) return held;
+            if (held != nullptr && held->incarnation() == incarnation && !held->superseded()) return held;
         }
     }
     Result<std::shared_ptr<Session>> opened = session();
@@ -495,7 +497,22 @@ void NodeClient::load(const Incarnation& incarnation, std::span<const Descriptor
         report.error = opened.error().text;
         return;
     }
-    Session& s = **opened;
+    load_over(**opened, descriptors, which, table, indices, columns, verify, report);
+    if (!(*opened)->superseded()) return;
+    // The old index has none of them any more, and says nothing of what is there.
+    std::vector<uint32_t> again;
+    std::ranges::copy_if(which, std::back_inserter(again), [&](uint32_t i) { return report.ok[i] == 0; });
+    if (again.empty()) return;
+    opened = session_of(incarnation);
+    if (!opened || (*opened)->superseded()) return;
+    report.error.clear();
+    load_over(**opened, descriptors, again, table, indices, columns, verify, report);
+}
+
+void NodeClient::load_over(Session& s, std::span<const Descriptor> descriptors,
+                           std::span<const uint32_t> which, const PartTable& table,
+                           std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify,
+                           LoadReport& report) {
     std::vector<MemoryRef> parts;
     std::vector<size_t> ends;  // of each object's parts
     std::vector<PinnedRead> reads;

@@ -235,6 +235,10 @@ class NodeClient {
     };
     void take_salt(const std::string& salt) REQUIRES(mutex_);
     bool has_new_key() REQUIRES(mutex_);
+    static void load_over(Session& s, std::span<const Descriptor> descriptors,
+                          std::span<const uint32_t> which, const PartTable& table,
+                          std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify,
+                          LoadReport& report);
 
     ClientOptions options_;
     std::vector<std::unique_ptr<const KeysOf>> all_keys_of_ GUARDED_BY(mutex_);

@@ -42,6 +42,8 @@ class OwnArena {
 
     // Another life of the node has another arena.
     const Incarnation& incarnation() const { return incarnation_; }
+    // Another process serves it: the arena is the same, and its new index has to be mapped.
+    bool superseded() const { return memory_.index->superseded(); }
     // Whether the node's process lives, in which the node may have ended; false where that is not known.
     bool process_runs() const { return process_.valid() && !has_ended(process_); }
     const std::byte* data() const { return memory_.arena.data(); }

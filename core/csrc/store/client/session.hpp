@@ -68,6 +68,11 @@ class Session {
     bool alive() const { return alive_.load(std::memory_order_acquire); }
     bool check_alive();  // looks whether the node has hung up since the last call
     BlockPath& path() const { return *path_; }
+    // Whether another process serves this connection now, over which the node's new index does not come.
+    bool superseded() const {
+        const IndexReader* index = path_->index();
+        return index != nullptr && index->superseded();
+    }
     // A pidfd of the node's process; none: it is this process, or of another host, or the kernel gives none.
     // Of this node for certain only if the session is found alive afterwards.
     Fd node_process() const;

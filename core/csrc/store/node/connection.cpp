@@ -76,6 +76,7 @@ bool Connection::on_readable(uint64_t now_ms) {
     // Into less than a record TLS may leave text inside, of which epoll does not tell.
     const size_t room_min = tls_ != nullptr ? kTlsRecordBytes : 4096;
     for (int round = 0; round < kRoundsMax || (tls_ != nullptr && tls_->pending()); ++round) {
+        if (server_.gives_ && is_quiet()) return true;  // what comes now is the other process's
         if (put_ != nullptr) {
             uint64_t received = 0;
             // Behind its turn it takes what TLS has inside, and no more.
@@ -401,6 +402,7 @@ bool Connection::on_events(uint32_t events) {
     if ((events & EPOLLOUT) != 0) alive = flush() && serve();
     if (alive && (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) alive = on_readable(now_ms());
     if (!alive) server_.drop(fd());
+    if (alive && server_.gives_ && is_quiet()) server_.mute(*this);
     return alive;
 }
 

@@ -31,6 +31,8 @@ class Connection final : public EventHandler {
     // Over TCP: the listener has done the handshake. tls: null: plain.
     Connection(Server& server, Fd fd, std::unique_ptr<TlsStream> tls, uint64_t now_ms, Pool& pool,
                const Access& access);
+    // One that another process has served until now; pool: null: it has not proved itself.
+    Connection(Server& server, Fd fd, uint64_t now_ms, const HandedConnection& handed, Pool* pool);
     ~Connection() override;
     Connection(const Connection&) = delete;
 
@@ -45,6 +47,11 @@ class Connection final : public EventHandler {
     bool resume(uint64_t now_ms);  // what its parked frame waited for is here
     bool check_key();              // that its tenant's key still stands
 
+    // Nothing is half done: another process can go on with it.
+    bool is_quiet() const { return put_ == nullptr && parked_ == nullptr && !unsent() && !relayed_; }
+    // Nothing: it cannot be handed over, as TLS, or an object, is half way through it.
+    std::optional<HandedConnection> give() const;
+    bool listen_again();  // after Server::mute(); false: the connection is over
     int fd() const { return fd_.get(); }
     bool proved() const { return pool_ != nullptr; }
     // Set when the connection is over here because the relay has it from now on.

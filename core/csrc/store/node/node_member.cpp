@@ -91,6 +91,10 @@ void NodeMember::stop() {
     for (auto& to : masters_) to->agent.stop();
 }
 
+void NodeMember::abandon() {
+    for (auto& to : masters_) to->agent.abandon();
+}
+
 MemberAgent::State NodeMember::state() const {
     std::optional<MemberAgent::State> first;
     for (size_t i = 0; i < masters_.size();) {

@@ -52,6 +52,7 @@ class NodeMember {
 
     Status start();
     void stop();
+    void abandon();  // MemberAgent::abandon()
     // Towards the master that it has joined; else towards the first. Of several ranges: towards one of the
     // first range without a master that it has joined, if there is such a one.
     MemberAgent::State state() const;

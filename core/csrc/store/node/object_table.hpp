@@ -38,6 +38,7 @@
 #include "directory/delta_log.hpp"
 #include "directory/version.hpp"
 #include "memory/leases.hpp"
+#include "store/node/handed_node.hpp"
 #include "store/shared/shared_index.hpp"
 
 namespace moonpool {
@@ -147,8 +148,12 @@ class ObjectTable {
     std::string_view name(uint32_t slot) const;
     std::string_view parent_name(uint32_t slot) const;  // empty: none, or it is gone
     uint64_t last_used(uint32_t slot) const { return objects_[slot].last_used; }
-    uint64_t uses() const { return clock_; }  // so far: commits, touches, pins
-    uint64_t oldest_use() const {             // of the next victim
+    uint64_t uses() const { return clock_; }              // so far: commits, touches, pins
+    uint64_t generations() const { return generation_; }  // given so far
+    bool holds_memory(uint32_t slot) const {              // an object that is not free, of at least one byte
+        return objects_[slot].state != SlotState::kFree && index_.entry(slot).size != 0;
+    }
+    uint64_t oldest_use() const {  // of the next victim
         for (const Order& order : orders_) {
             uint64_t used = order.out_of_order.empty() ? UINT64_MAX : order.out_of_order.begin()->first;
             if (order.oldest != kNoSlot) used = std::min(used, objects_[order.oldest].last_used);
@@ -189,6 +194,18 @@ class ObjectTable {
     }
     // The other members of its group.
     std::vector<uint32_t> group_members(uint32_t slot) const;
+
+    // ---- for another process that takes the objects over (object_table_handed.cpp)
+
+    std::vector<HandedObject> give() const;
+    // From then on no client finds an object in the shared index; until take_back().
+    void supersede() { index_.supersede(used_); }
+    void take_back();
+    // Into an empty table, at the same slots. pins: of each slot, none for the others. An object that nothing
+    // holds and no client finds is left out. An error leaves a table that is of no use.
+    using HashOf = std::function<Hash128(uint32_t space, std::string_view name)>;
+    Status adopt(const HandedPool& pool, const std::unordered_map<uint32_t, uint32_t>& pins,
+                 const HashOf& hash);
 
     bool check_integrity() const;
 
@@ -308,6 +325,7 @@ class ObjectTable {
     std::vector<VictimRank> victim_ranks() const;
     void evict_alone(uint32_t victim);
     void forget_parent(uint32_t slot);
+    void adopt_hints(uint32_t slot, const HandedObject& row);
     void retire(uint32_t slot, bool tell);
     void free_slot(uint32_t slot);  // committed or detached -> free
     uint32_t first_evictable(bool for_memory) const;

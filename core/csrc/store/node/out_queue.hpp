@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <span>
 #include <vector>
 
 #include "wire/tls.hpp"
@@ -44,6 +45,8 @@ class OutQueue {
     bool flush(int fd, TlsStream* tls, uint64_t max, std::vector<OutPiece>& done, uint64_t& moved);
 
     const std::deque<OutPiece>& pieces() const { return pieces_; }
+    // What is to go out where there are no pieces.
+    std::span<const std::byte> unsent() const { return std::span(frames_).subspan(sent_); }
 
    private:
     size_t gather(iovec* parts, size_t parts_max, uint64_t max) const;

@@ -10,10 +10,20 @@ namespace moonpool {
 
 Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options, const Incarnation& incarnation) {
     std::unique_ptr<Pool> pool(new Pool());
-    pool->options_ = options;
-    PoolOptions& o = pool->options_;
+    if (Status status = pool->set_sizes(options); !status) return status.error();
+    const PoolOptions& o = pool->options_;
+    Result<Arena> arena = Arena::create("moonpool-arena-" + o.tenant.substr(0, 64), o.arena_bytes);
+    if (!arena) return arena.error();
+    pool->arena_ = std::move(*arena);
+    if (Status status = pool->make_table(incarnation); !status) return status.error();
+    return pool;
+}
+
+Status Pool::set_sizes(const PoolOptions& options) {
+    options_ = options;
+    PoolOptions& o = options_;
     o.arena_bytes = round_up_to_page(o.arena_bytes);
-    pool->set_grain();
+    set_grain();
     if (o.arena_bytes < (1u << 20)) {
         return Error{Code::kInvalidArgument,
                      "the arena of tenant " + o.tenant + " is under 1 MiB; give it more memory"};
@@ -28,14 +38,15 @@ Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options, const Inc
     }
     o.slab_bytes = round_up_to_page(o.slab_bytes);
     if (o.slab_bytes > kHugePageBytes) o.slab_bytes = round_up_to_huge_page(o.slab_bytes);
-    Result<Arena> arena = Arena::create("moonpool-arena-" + o.tenant.substr(0, 64), o.arena_bytes);
-    if (!arena) return arena.error();
-    pool->arena_ = std::move(*arena);
-    Result<IndexWriter> index = IndexWriter::create(o.objects_max, incarnation);
+    return success();
+}
+
+Status Pool::make_table(const Incarnation& incarnation) {
+    Result<IndexWriter> index = IndexWriter::create(options_.objects_max, incarnation);
     if (!index) return index.error();
-    pool->table_ = std::make_unique<ObjectTable>(std::move(*index), pool->allocator_, pool->leases_);
-    pool->table_->set_on_space_empty([p = pool.get()](uint32_t space) { p->close_if_unused(space); });
-    return pool;
+    table_ = std::make_unique<ObjectTable>(std::move(*index), allocator_, leases_);
+    table_->set_on_space_empty([this](uint32_t space) { close_if_unused(space); });
+    return success();
 }
 
 Result<Fd> Pool::arena_read_only_fd() const {

@@ -46,6 +46,23 @@ class Pool {
    public:
     static Result<std::unique_ptr<Pool>> create(const PoolOptions& options, const Incarnation& incarnation);
 
+    // ---- from one process to another (pool_handed.cpp)
+
+    // What another process holds of a tenant: its arena, and what lies in it.
+    struct Handed {
+        const HandedPool& pool;
+        Fd arena;
+        std::vector<Extent> leases;                   // of all connections
+        std::unordered_map<uint32_t, uint32_t> pins;  // of each slot
+    };
+    // With the objects of another process. Spaces have no user until use_space(); drop_unused_spaces() then
+    // closes those without objects.
+    static Result<std::unique_ptr<Pool>> adopt(const PoolOptions& options, const Incarnation& incarnation,
+                                               Handed handed);
+    HandedPool give();
+    bool has_space(uint32_t space) const { return space < spaces_.size() && !identity(space).empty(); }
+    void drop_unused_spaces();
+
     // A lease of at least `min` bytes, up to `want`: page aligned. Evicts as needed, once all of the arena's
     // memory is reserved. Nothing when pins and other leases stand in the way, or when the memory for it
     // could not be reserved in kReserveMs.
@@ -187,6 +204,10 @@ class Pool {
     static constexpr uint64_t kSlabMin = 256u << 10, kSlabMax = 8u << 20;
 
     Pool() = default;
+    Status set_sizes(const PoolOptions& options);
+    Status make_table(const Incarnation& incarnation);
+    void adopt_spaces(const HandedPool& handed);
+    void adopt_memory(const Handed& handed);
     Result<uint64_t> commit_next(uint64_t bytes) REQUIRES(commit_mutex_);
     void reserve_for(uint64_t bytes);
     void set_grain();

@@ -19,6 +19,7 @@
 #include "directory/drop_list.hpp"
 #include "directory/ranges.hpp"
 #include "directory/removal_log.hpp"
+#include "store/node/handed_node.hpp"
 
 namespace moonpool {
 
@@ -72,6 +73,30 @@ class Removals {
         });
         cursor = more ? rows.back().version : kNoVersion;
         return log.complete_since();
+    }
+
+    // All that is known, for another process that goes on with it.
+    std::vector<HandedRange> give() const {
+        std::vector<HandedRange> ranges(ranges_);
+        for (uint32_t range = 0; range < ranges_; ++range) {
+            HandedRange& to = ranges[range];
+            to.applied = applied(range);
+            to.complete_since = logs_[range].complete_since();
+            logs_[range].each_after(kNoVersion, [&](const Hash128& hash, const Removal& removal) {
+                to.removals.push_back({hash, removal.version});
+                return false;
+            });
+        }
+        return ranges;
+    }
+    // Into an empty one of as many ranges.
+    void adopt(const std::vector<HandedRange>& ranges) {
+        for (uint32_t range = 0; range < ranges_; ++range) {
+            logs_[range].lose(ranges[range].complete_since);
+            for (const HandedRemoval& removal : ranges[range].removals)
+                logs_[range].add(removal.hash, removal.version);
+            set_applied(range, ranges[range].applied);
+        }
     }
 
     size_t size() const {

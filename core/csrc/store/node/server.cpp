@@ -81,21 +81,10 @@ Result<Fd> listen_on(const std::string& path) {
 
 }  // namespace
 
-// The Unix socket as a handler of the loop.
-struct Server::LocalListener final : EventHandler {
-    LocalListener(Server& owner, Fd socket) : server(owner), fd(std::move(socket)) {}
-    bool on_events(uint32_t) override {
-        server.accept_all(fd.get());
-        return true;
-    }
-
-    Server& server;
-    Fd fd;
-};
-
 Server::Server(ServerOptions options)
     : options_(std::move(options)),
-      incarnation_(random_incarnation()),
+      incarnation_(options_.predecessor == nullptr ? random_incarnation()
+                                                   : options_.predecessor->node.incarnation),
       removals_(std::max<uint32_t>(1, static_cast<uint32_t>(split_ranges(options_.cluster.master).size()))),
       connections_max_(options_.limits.connections) {}
 
@@ -114,6 +103,11 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     if (options.pools.empty()) return Error{Code::kInvalidArgument, "a node needs at least one tenant"};
     uint64_t arenas_bytes = 0;
     for (const PoolOptions& pool : options.pools) arenas_bytes += pool.arena_bytes;
+    // What the running node has reserved is there.
+    if (options.predecessor != nullptr) {
+        for (const HandedPool& pool : options.predecessor->node.pools)
+            arenas_bytes -= std::min(arenas_bytes, pool.committed_bytes);
+    }
     // Before anything is reserved: a size that the host cannot have is said with the option that gave it.
     Status fits =
         check_room(arenas_bytes, options.pools.size() == 1 ? options.size_option : "", options.memory_root);
@@ -123,19 +117,7 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     std::unique_ptr<Server> server(new Server(std::move(options)));
     server->options_.cluster.journal = server->journal_;
     if (Status status = server->make_loop(); !status) return status.error();
-    for (PoolOptions pool_options : server->options_.pools) {
-        // One setting for all tenants.
-        pool_options.object_share = server->options_.limits.object_share;
-        const TenantLimits limits = server->options_.tenant_limits[pool_options.tenant];
-        const uint64_t configured_bytes = pool_options.arena_bytes;
-        MemoryShares::apply(pool_options, limits);
-        Result<std::unique_ptr<Pool>> pool = Pool::create(pool_options, server->incarnation_);
-        if (!pool) return pool.error();
-        auto [made, is_new] = server->pools_.emplace(pool_options.tenant, std::move(*pool));
-        if (!is_new) return Error{Code::kInvalidArgument, "two tenants are named " + pool_options.tenant};
-        made->second->set_limits(limits);
-        if (MemoryShares::limits_memory(limits)) server->shares_.add(*made->second, configured_bytes, limits);
-    }
+    if (Status status = server->make_pools(); !status) return status.error();
     ServerOptions& o = server->options_;
     o.ssd.ranges = server->removals_.ranges();
     if (!o.ssd.directories.empty()) {
@@ -154,12 +136,17 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
         if (server->ssd_ != nullptr) {
             server->listen_for_blocks();
             server->events_begun_ = true;
+            for (auto& [tenant, pool] : server->pools_) {  // of a predecessor
+                uint32_t slot = 0;
+                do slot = server->enter_blocks(*pool, slot);
+                while (slot != 0);
+            }
         }
     }
     if (o.listen.empty()) return server;
     // Bound here, so that a port in use is said before any memory is reserved.
-    ListenerOptions door{o.listen,         o.token,  server->incarnation_, o.limits, o.data_tls,
-                         server->journal_, o.tenants};
+    ListenerOptions door{o.listen,         o.token,   server->incarnation_,        o.limits, o.data_tls,
+                         server->journal_, o.tenants, server->handed_tcp_sockets()};
     Result<std::unique_ptr<Listener>> listener = Listener::create(std::move(door));
     if (!listener) return listener.error();
     server->listener_ = std::move(*listener);
@@ -172,6 +159,28 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
         advertised.replace(advertised.size() - 1, 1, real, real.rfind(':') + 1);
     }
     return server;
+}
+
+Status Server::make_pools() {
+    if (options_.predecessor != nullptr) {
+        if (Status status = check_predecessor(); !status) return status;
+    }
+    for (PoolOptions pool_options : options_.pools) {
+        // One setting for all tenants.
+        pool_options.object_share = options_.limits.object_share;
+        const TenantLimits limits = options_.tenant_limits[pool_options.tenant];
+        const uint64_t configured_bytes = pool_options.arena_bytes;
+        MemoryShares::apply(pool_options, limits);
+        Result<std::unique_ptr<Pool>> pool = options_.predecessor == nullptr
+                                                 ? Pool::create(pool_options, incarnation_)
+                                                 : adopt_pool(pool_options);
+        if (!pool) return pool.error();
+        auto [made, is_new] = pools_.emplace(pool_options.tenant, std::move(*pool));
+        if (!is_new) return Error{Code::kInvalidArgument, "two tenants are named " + pool_options.tenant};
+        made->second->set_limits(limits);
+        if (MemoryShares::limits_memory(limits)) shares_.add(*made->second, configured_bytes, limits);
+    }
+    return success();
 }
 
 Status Server::make_loop() {
@@ -266,6 +275,17 @@ void Server::write_welcome(Writer& w, Pool& pool, const Access& access) const {
     w.text16(pool.salt());
 }
 
+// The Unix socket: a new one, or that of the process before, which clients are connected to already.
+Status Server::listen_locally() {
+    if (options_.socket_path.empty()) return success();
+    const bool adopts = options_.predecessor != nullptr;
+    Result<Fd> socket = adopts ? adopt_local_socket() : listen_on(options_.socket_path);
+    if (!socket) return socket.error();
+    local_ = std::make_shared<LocalListener>(*this, std::move(*socket));
+    if (!loop_->add(local_->fd.get(), EPOLLIN, local_)) return os_error("epoll");
+    return success();
+}
+
 Server::~Server() {
     stop();
     if (ssd_ != nullptr) ssd_->close();  // its threads post here
@@ -279,6 +299,7 @@ Status Server::start() {
     // The first piece of every arena before the first client, the rest while it serves.
     constexpr uint64_t kFirstBytes = 256ull << 20;
     for (auto& [tenant, pool] : pools_) {
+        // All of it may be reserved already, by the process before.
         Result<uint64_t> bytes = pool->commit_memory(kFirstBytes);
         if (!bytes) return bytes.error();
         pool->open_memory();
@@ -289,26 +310,26 @@ Status Server::start() {
             return !memory || bytes + kept_free(*memory) / 2 <= memory->available_bytes;
         });
     }
-    if (!options_.socket_path.empty()) {
-        Result<Fd> listener = listen_on(options_.socket_path);
-        if (!listener) return listener.error();
-        int key = listener->get();
-        auto handler = std::make_shared<LocalListener>(*this, std::move(*listener));
-        if (!loop_->add(key, EPOLLIN, std::move(handler))) return os_error("epoll");
-    }
+    if (Status status = listen_locally(); !status) return status;
+    if (options_.predecessor != nullptr) removals_.adopt(options_.predecessor->node.ranges);
     // Made before the loop starts, since it registers with the pools' tables; its thread starts last, when
     // there is something to tell.
     if (!options_.cluster.master.empty()) {
         for (auto& [tenant, pool] : pools_) pool->table().publish_ranges(removals_.ranges());
+        for (uint32_t range = 0; options_.predecessor != nullptr && range < removals_.ranges(); ++range) {
+            for (auto& [tenant, pool] : pools_)
+                pool->table().publish_applied(range, removals_.applied(range));
+        }
         removals_.set_on_applied([this](uint32_t range, Version version) {
             for (auto& [tenant, pool] : pools_) pool->table().publish_applied(range, version);
             if (ssd_ != nullptr) ssd_->set_applied(range, version);
         });
+        // Of a predecessor's memory and of its directories the same is known.
         for (uint32_t range = 0; ssd_ != nullptr && range < removals_.ranges(); ++range)
             removals_.set_applied(range, ssd_->applied(range));
         member_ = std::make_unique<NodeMember>(
             options_.cluster, options_.token, options_.socket_path, incarnation_, pools_, ssd_.get(),
-            removals_, [this](std::function<void()> f) { return loop_->call(f, kCallMs); });
+            removals_, [this](const std::function<void()>& f) { return run_for_member(f); });
     }
     if (may_relay()) {
         const ClusterOptions& cluster = options_.cluster;
@@ -324,6 +345,7 @@ Status Server::start() {
     // The table has no clock: a soft pin of a put that comes before the first tick needs the time.
     for (auto& [tenant, pool] : pools_) pool->table().on_time(now_ms());
     look_whether_to_relay();
+    if (Status status = adopt_connections(); !status) return status;
     if (Status status = loop_->start(); !status) return status;
     stopping_ = false;
     running_ = true;
@@ -434,8 +456,13 @@ void Server::save_all() {
     finished.wait_for(std::chrono::milliseconds(options_.ssd.stop_ms));
 }
 
-std::vector<SsdTier::Device> Server::ssd() const {
-    return ssd_ == nullptr ? std::vector<SsdTier::Device>() : ssd_->describe();
+// On the loop while that runs: the logs are closed while another process takes over.
+std::vector<SsdTier::Device> Server::ssd() {
+    if (ssd_ == nullptr) return {};
+    if (!running_) return ssd_->describe();
+    auto devices = std::make_shared<std::vector<SsdTier::Device>>();
+    if (!call_on_loop([this, devices] { *devices = ssd_->describe(); })) return {};
+    return *devices;
 }
 
 // For a client in the same process (embedded node): a socket pair takes the place of the Unix socket. The
@@ -552,6 +579,7 @@ bool Server::has_room(int fd, TlsStream* tls, bool remote) {
 }
 
 void Server::adopt_remote(AuthenticatedConnection caller) {
+    if (gives_) return waiting_.push_back(std::make_shared<AuthenticatedConnection>(std::move(caller)));
     auto it = pools_.find(caller.tenant);
     // The listener has checked token and tenant, and has sent the welcome; the tenants' rows may have been
     // replaced since. Returning closes the socket.
@@ -612,6 +640,10 @@ void Server::end_withdrawn() {
 // Every 100 ms on the loop. All parts are bounded: soft pins that end, the SSD tier's cleaning, and so many
 // bytes of scrubbing as the setting allows in this time.
 void Server::on_tick(uint64_t now) {
+    if (gives_) {  // nothing changes while another process reads what there is
+        if (ssd_ != nullptr) ssd_->on_tick();
+        return;
+    }
     shares_.on_tick();
     for (auto& [tenant, pool] : pools_) {
         pool->table().on_time(now);

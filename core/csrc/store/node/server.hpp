@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,7 @@
 #include "base/service_thread.hpp"
 #include "base/soft_limit.hpp"
 #include "store/node/block_events.hpp"
+#include "store/node/handed_node.hpp"
 #include "store/node/memory_shares.hpp"
 #include "store/node/node_member.hpp"
 #include "store/node/node_metrics.hpp"
@@ -39,6 +41,14 @@
 
 namespace moonpool {
 
+// What a process gets from the one that it replaces.
+struct Predecessor {
+    HandedNode node;
+    std::vector<Fd> descriptors;  // as HandedNode says
+    // bytes: a memory file with what HandedNode::write() made.
+    static Result<std::shared_ptr<Predecessor>> read(Fd bytes, std::vector<Fd> descriptors);
+};
+
 struct ServerOptions {
     std::string socket_path;  // empty: no socket, connections come by attach()
     Secrets token;
@@ -54,6 +64,7 @@ struct ServerOptions {
     ClusterOptions cluster;               // its address: empty, or its port 0: as the first of `listen`
     std::string size_option = "--dram ";  // how a user gives the arena's size; for the sentence
     std::string memory_root;              // a prefix of /proc and /sys, for tests
+    std::shared_ptr<Predecessor> predecessor = nullptr;  // null: a node that begins anew
 };
 
 class Connection;
@@ -65,6 +76,20 @@ class Server {
 
     Status start();
     void stop();  // idempotent; every connection is closed
+
+    // ---- to another process (server_handed.cpp); one thread at a time, any but the loop's
+
+    struct Given {
+        Fd description;                // a memory file, as HandedNode::write() makes
+        std::vector<int> descriptors;  // as HandedNode says; they stay this server's
+    };
+    // Serves no more, and says what another process needs to go on. Then take_back(): it serves as before; or
+    // let_go(): it has ended, and the other process serves. An error: it serves on.
+    Result<Given> give();
+    void take_back();
+    void let_go();
+    // Why it cannot be given; empty: it can.
+    std::string why_not_given() const;
 
     // Whether the loop, and the listener where there is one, answer within the time; any other thread.
     bool is_alive(uint32_t timeout_ms);
@@ -91,7 +116,7 @@ class Server {
     std::vector<std::pair<std::string, uint64_t>> snapshot();  // counters and gauges by name; any thread
     bool check_integrity();                                    // runs on the loop
     std::optional<MemberAgent::State> membership() const;      // nothing: the node has no master
-    std::vector<SsdTier::Device> ssd() const;
+    std::vector<SsdTier::Device> ssd();
     BlockEvents* events() const { return events_.get(); }  // nullptr: off
     // Keeps account of blocks from now on, and enters those that are there. Without a subscriber a node does
     // not: it would cost each commit some 0.8 us. False: the loop did not answer in time; call it again. Any
@@ -115,9 +140,33 @@ class Server {
    private:
     friend class Connection;
     friend class OutgoingObjects;
-    struct LocalListener;
+    // The Unix socket as a handler of the loop.
+    struct LocalListener final : EventHandler {
+        LocalListener(Server& owner, Fd socket) : server(owner), fd(std::move(socket)) {}
+        bool on_events(uint32_t) override {
+            server.accept_all(fd.get());
+            return true;
+        }
+
+        Server& server;
+        Fd fd;
+    };
     explicit Server(ServerOptions options);
 
+    Status make_pools();
+    Result<std::unique_ptr<Pool>> adopt_pool(const PoolOptions& options);
+    std::vector<Fd> handed_tcp_sockets();
+    Result<Fd> adopt_local_socket();
+    Status check_predecessor() const;
+    Status listen_locally();
+    Status adopt_connections();
+    void mute(Connection& connection);
+    void mute_quiet();
+    bool is_quiet(bool has_waited) const;
+    Status quieten();
+    Status close_ssd();
+    void reopen_ssd();
+    HandedNode describe(std::vector<int>& descriptors);
     Status open_door();
     void listen_for_blocks();
     uint32_t enter_blocks(const Pool& pool, uint32_t slot);
@@ -176,6 +225,18 @@ class Server {
     std::unique_ptr<NodeMember> member_;
     std::unique_ptr<Relay> relay_;  // nullptr: none; made by start(), before the loop runs
     bool relays_ = false;           // processes are told to use it; of the loop, and of start() before it
+    std::shared_ptr<LocalListener> local_;  // null: no socket, or not started
+    // Of the loop: it hands its connections to another process. Those in muted_ are not looked at meanwhile.
+    bool gives_ = false;
+    std::unordered_set<int> muted_;
+    bool ssd_closed_ = false;  // of the thread that gives
+    // Of the member's agents: they wait while the node is given, with their connections open, so that no
+    // master takes it for lost; and what they bring is carried out before it is described, or not at all.
+    enum class Giving : int { kNo, kNow, kGone };
+    std::atomic<Giving> giving_{Giving::kNo};
+    bool run_for_member(const std::function<void()>& f);
+    bool described_ = false;                                         // of the loop
+    std::vector<std::shared_ptr<AuthenticatedConnection>> waiting_;  // that came meanwhile
 };
 
 }  // namespace moonpool

@@ -40,34 +40,9 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
                                                  " SSD directories (node.ssd)"};
     }
     std::unique_ptr<SsdTier> tier(new SsdTier(options, std::move(post)));
-    // One counter for all logs: of two records of one key on two disks the higher sequence is the newer.
-    auto sequence = std::make_shared<std::atomic<uint64_t>>(0);
-    tier->sequence_ = sequence;
-    for (const auto& [directory, bytes] : options.directories) {
-        ssd::LogOptions log_options;
-        log_options.directory = directory;
-        log_options.bytes = bytes;
-        log_options.segment_bytes = options.segment_bytes;
-        log_options.depth = options.depth;
-        log_options.io = options.io;
-        log_options.records_max = options.records_max;
-        log_options.queue_max = kReadsMax;
-        log_options.sequence = sequence;
-        log_options.open = options.open;
-        log_options.on_gone = [t = tier.get()](const std::vector<Hash128>& hashes) {
-            // On a log's thread: everything here is the loop's.
-            t->post_([t, hashes] { t->gone(hashes); });
-        };
-        Result<std::unique_ptr<ssd::Log>> log = ssd::Log::open(std::move(log_options));
-        if (!log) return log.error();
-        tier->devices_.push_back(std::move(*log));
-        tier->bytes_ += bytes;
-    }
-    std::vector<ssd::Log*> logs;
-    for (auto& log : tier->devices_) logs.push_back(log.get());
-    Result<std::unique_ptr<ssd::LogSet>> set = ssd::LogSet::open(std::move(logs), sequence, options.ranges);
-    if (!set) return set.error();
-    tier->set_ = std::move(*set);
+    Result<Logs> logs = tier->open_logs();
+    if (!logs) return logs.error();
+    tier->take(std::move(*logs));
     // Before any client: a key that stands on two disks would be answered from whichever comes first.
     tier->keep_newest();
     for (auto& [name, pool] : pools) {
@@ -75,6 +50,7 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
         tenant.pool = pool.get();
         tenant.owner = pool->owner();
         tenant.spaces.resize(tier->devices_.size());
+        tier->compare_memory(tenant);
         // Though memory may not have the old object: a disk may.
         pool->set_on_space_closed(
             [t = tier.get(), &tenant](uint32_t space) { t->leave_space(tenant, space); });
@@ -84,7 +60,7 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
             const IndexEntry& entry = table.entry(slot);
             Hash128 hash{entry.hash_low, entry.hash_high};
             if (t->writing_ != 0) t->cancel_write(hash);
-            if (!t->promoting_) t->set_->note(hash);
+            if (!t->promoting_ && t->set_ != nullptr) t->set_->note(hash);
             t->queue(tenant, slot);
             // While writes are under way, their ends call clean(); so a burst of puts does not run it for
             // each.
@@ -92,6 +68,94 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
         });
     }
     return tier;
+}
+
+Result<SsdTier::Logs> SsdTier::open_logs() {
+    Logs logs;
+    // One counter for all logs: of two records of one key on two disks the higher sequence is the newer.
+    logs.sequence = std::make_shared<std::atomic<uint64_t>>(0);
+    for (const auto& [directory, bytes] : options_.directories) {
+        ssd::LogOptions log_options;
+        log_options.directory = directory;
+        log_options.bytes = bytes;
+        log_options.segment_bytes = options_.segment_bytes;
+        log_options.depth = options_.depth;
+        log_options.io = options_.io;
+        log_options.records_max = options_.records_max;
+        log_options.queue_max = kReadsMax;
+        log_options.sequence = logs.sequence;
+        log_options.open = options_.open;
+        log_options.on_gone = [this](const std::vector<Hash128>& hashes) {
+            // On a log's thread: everything here is the loop's.
+            post_([this, hashes] { gone(hashes); });
+        };
+        Result<std::unique_ptr<ssd::Log>> log = ssd::Log::open(std::move(log_options));
+        if (!log) return log.error();
+        logs.devices.push_back(std::move(*log));
+        logs.bytes += bytes;
+    }
+    std::vector<ssd::Log*> of_set;
+    for (auto& log : logs.devices) of_set.push_back(log.get());
+    Result<std::unique_ptr<ssd::LogSet>> set =
+        ssd::LogSet::open(std::move(of_set), logs.sequence, options_.ranges);
+    if (!set) return set.error();
+    logs.set = std::move(*set);
+    return logs;
+}
+
+void SsdTier::take(Logs logs) {
+    set_.reset();
+    devices_ = std::move(logs.devices);
+    set_ = std::move(logs.set);
+    sequence_ = std::move(logs.sequence);
+    bytes_ = logs.bytes;
+}
+
+// Of what is in memory already, as another process had it: what a disk has with the same bytes is saved; what
+// it has with others must not come back; the rest is queued, coldest first.
+void SsdTier::compare_memory(Tenant& tenant) {
+    ObjectTable& table = tenant.pool->table();
+    std::vector<uint32_t> slots;
+    for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
+        if (table.committed(slot)) slots.push_back(slot);
+    }
+    std::ranges::sort(slots, {}, [&](uint32_t slot) { return table.last_used(slot); });
+    tenant.dirty.clear();
+    for (uint32_t slot : slots) {
+        const IndexEntry& entry = table.entry(slot);
+        const Hash128 hash{entry.hash_low, entry.hash_high};
+        bool saved = false;
+        for (size_t i = 0; i < devices_.size(); ++i) {
+            std::optional<ssd::Found> found =
+                devices_[i]->find(key(tenant, i, entry.space, hash, table.name(slot)));
+            if (!found) continue;
+            saved = found->size == entry.size && found->crc == entry.crc;
+            if (!saved) devices_[i]->remove(hash);
+        }
+        table.set_saved(slot, saved);
+        if (!saved) queue(tenant, slot);
+    }
+}
+
+void SsdTier::resume() {
+    paused_ = false;
+    for (auto& [name, tenant] : tenants_) clean(tenant);
+}
+
+void SsdTier::save(std::function<void()> done) { set_->save(std::move(done)); }
+
+void SsdTier::close_logs() {
+    close();
+    take({});
+}
+
+void SsdTier::reopen(Logs logs) {
+    take(std::move(logs));
+    keep_newest();
+    for (auto& [name, tenant] : tenants_) {
+        tenant.spaces.assign(devices_.size(), {});
+        compare_memory(tenant);
+    }
 }
 
 SsdTier::~SsdTier() {
@@ -146,6 +210,7 @@ void SsdTier::leave_space(Tenant& tenant, uint32_t space) {
 
 // Where a new object goes: always the same place while that one takes writes.
 size_t SsdTier::home(const Hash128& hash) const {
+    if (devices_.empty()) return 0;
     size_t first = hash.high % devices_.size();
     for (size_t i = 0; i < devices_.size(); ++i) {
         size_t device = (first + i) % devices_.size();
@@ -171,6 +236,7 @@ bool SsdTier::forget(Pool& pool, uint32_t space, std::string_view name) {
 }
 
 bool SsdTier::forget(const Hash128& hash) {
+    if (set_ == nullptr) return false;  // another process has the directories
     set_->note(hash);
     bool was_there = false;
     for (auto& log : devices_) {
@@ -184,6 +250,7 @@ bool SsdTier::forget(const Hash128& hash) {
 }
 
 bool SsdTier::forget_older(const Hash128& hash, Version version) {
+    if (set_ == nullptr) return false;
     set_->note(hash);
     bool visible = false, stays = false, visible_now = false;
     for (auto& log : devices_) {
@@ -225,6 +292,7 @@ uint32_t SsdTier::hashes(size_t device, uint32_t cursor, uint32_t scan, std::vec
 // ---- writing
 
 void SsdTier::on_tick() {
+    if (set_ == nullptr) return;
     set_->on_tick(now_ms());
     for (auto& log : devices_) gone(log->take_lost(kLostPerTick));
     for (auto& [name, tenant] : tenants_) {
@@ -312,6 +380,7 @@ bool SsdTier::wants_cleaning(const Tenant& tenant) const {
 }
 
 void SsdTier::clean(Tenant& tenant) {
+    if (paused_) return;
     int looks = 0;
     for (; looks < kLooksMax && wants_cleaning(tenant); ++looks) {
         bool room = writing_ < kWritesMax && (writing_bytes_ < kWriteBytesMax || writing_ == 0);
@@ -462,7 +531,7 @@ void SsdTier::leave_old_ones(Tenant& tenant) {
 }
 
 void SsdTier::end_flush() {
-    if (writing_ != 0) return;
+    if (writing_ != 0 || set_ == nullptr) return;
     for (auto& [name, tenant] : tenants_) {
         if (!tenant.dirty.empty()) return;
     }
@@ -585,6 +654,7 @@ void SsdTier::promoted(const Hash128& hash, ssd::Outcome outcome) {
 
 std::vector<std::pair<std::string, uint64_t>> SsdTier::gauges() const {
     std::vector<std::pair<std::string, uint64_t>> rows;
+    if (set_ == nullptr) return rows;
     for (const auto& log : devices_) {
         size_t i = 0;
         for (const auto& [name, value] : log->counters()) {

@@ -78,7 +78,9 @@ class SsdTier {
 
     // Up to which removal in the order of all each one was carried out here: of directories that came back,
     // the least. It is written once a second at most, and at a stop.
-    void set_applied(uint32_t range, Version version) { set_->set_applied(range, version); }
+    void set_applied(uint32_t range, Version version) {
+        if (set_ != nullptr) set_->set_applied(range, version);
+    }
     Version applied(uint32_t range) const { return set_->applied(range); }
     // What was found out of the directories when they were opened, in one sentence; mostly empty.
     const std::string& note_of_start() const { return set_->note_of_start(); }
@@ -97,6 +99,26 @@ class SsdTier {
     void flush(std::function<void()> done);
     // Ends the logs' threads; the loop has ended.
     void close();
+
+    // ---- while another process takes over: pause(), is_idle(), close_logs(), and where it did not,
+    // open_logs() on any thread, reopen()
+
+    // Begins nothing more, until resume().
+    void pause() { paused_ = true; }
+    void resume();
+    bool is_idle() const { return writing_ == 0 && promotions_.empty(); }
+    // Up to which removal the directories are right is written; then `done` is called.
+    void save(std::function<void()> done);
+    // The directories are another process's from now on. Only when is_idle(), and after save().
+    void close_logs();
+    struct Logs {
+        std::vector<std::unique_ptr<ssd::Log>> devices;
+        std::unique_ptr<ssd::LogSet> set;
+        std::shared_ptr<std::atomic<uint64_t>> sequence;  // of the newest record of all logs
+        uint64_t bytes = 0;
+    };
+    Result<Logs> open_logs();
+    void reopen(Logs logs);
 
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
     struct Device {
@@ -137,6 +159,8 @@ class SsdTier {
     };
 
     SsdTier(const SsdOptions& options, Post post) : options_(options), post_(std::move(post)) {}
+    void take(Logs logs);
+    void compare_memory(Tenant& tenant);
     Tenant& tenant_of(const Pool& pool) { return tenants_.find(pool.tenant())->second; }
     const Tenant& tenant_of(const Pool& pool) const { return tenants_.find(pool.tenant())->second; }
     bool make_room(Tenant& tenant, uint64_t bytes);
@@ -174,6 +198,7 @@ class SsdTier {
     uint32_t writing_ = 0;
     uint64_t writing_bytes_ = 0;
     std::shared_ptr<std::atomic<uint64_t>> sequence_;  // of the newest record of all logs
+    bool paused_ = false;
     bool flushing_ = false;
     uint64_t before_flush_ = UINT64_MAX;  // sequence of the newest record that may go for another
     bool promoting_ = false;              // the commit under way is of an object that a disk has

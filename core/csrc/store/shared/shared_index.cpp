@@ -87,7 +87,7 @@ Result<IndexWriter> IndexWriter::create(uint32_t slots, const Incarnation& incar
     // The node itself goes by what stands there: no client may write to it.
     if (Status status = keep_private(writer.fd_.get()); !status) return status.error();
     if (Status status = seal_memory(writer.fd_.get(), true); !status) return status.error();
-    IndexHeader header{kIndexMagic, slots, buckets_for(slots), incarnation, 0, 0, 0, 0, 0, {}};
+    IndexHeader header{kIndexMagic, slots, buckets_for(slots), incarnation, 0, 0, 0, 0, 0, {}, 0};
     std::memcpy(mapping->data(), &header, sizeof(header));
     writer.slots_ = slots;
     writer.bucket_mask_ = header.buckets - 1;
@@ -137,6 +137,24 @@ void IndexWriter::retract(uint32_t slot) {
         link = &entries_[link->load(std::memory_order_relaxed) - 1].next;
     }
     link->store(entry.next.load(std::memory_order_relaxed), std::memory_order_release);
+}
+
+void IndexWriter::supersede(uint32_t used) {
+    for (uint32_t slot = 0; slot < used; ++slot)
+        entries_[slot].seq.store(kInvalid, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    // Last: a client that sees it asks for a new index.
+    auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
+    __atomic_store_n(&header->superseded, 1, __ATOMIC_RELEASE);
+}
+
+void IndexWriter::revive(uint32_t slot, uint64_t generation) {
+    entries_[slot].seq.store(2 * generation, std::memory_order_release);
+}
+
+void IndexWriter::end_supersede() {
+    auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
+    __atomic_store_n(&header->superseded, 0, __ATOMIC_RELEASE);
 }
 
 uint32_t IndexWriter::first(const Hash128& hash) const {

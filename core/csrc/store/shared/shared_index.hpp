@@ -60,6 +60,7 @@ struct IndexHeader {
     uint64_t relays;         // 1: processes are to ask the master by the node; 0 of the release before, too
     uint64_t ranges;         // of the pool, where there are several; 0 of the release before, too
     uint64_t applied_of[kIndexRangesMax];  // of each of them
+    uint64_t superseded;  // 1: another process has taken over; a new connection gets its index
 };
 static_assert(sizeof(IndexHeader) <= kPageBytes);
 inline constexpr uint64_t kIndexMagic = 0x3158444E494C504DULL;  // "MPLINDX1"
@@ -109,6 +110,11 @@ class IndexReader {
     bool relays() const {
         auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
         return __atomic_load_n(&header->relays, __ATOMIC_RELAXED) != 0;
+    }
+    // Whether the node's process has been replaced: no entry of this index is valid any more.
+    bool superseded() const {
+        auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
+        return __atomic_load_n(&header->superseded, __ATOMIC_RELAXED) != 0;
     }
     std::optional<IndexHit> find(uint32_t space, const Hash128& hash, std::string_view name) const;
     // The entry of that slot while it holds that generation.
@@ -163,6 +169,12 @@ class IndexWriter {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
         __atomic_store_n(&header->relays, 1, __ATOMIC_RELAXED);
     }
+    // No entry below `used` is valid from now on: another process writes an index of its own, and this one,
+    // which no other process can write to, must not name memory that is going to be used again.
+    void supersede(uint32_t used);
+    // After supersede(): the object is still what it was, and this process writes the index as before.
+    void revive(uint32_t slot, uint64_t generation);
+    void end_supersede();
     uint32_t first(const Hash128& hash) const;  // slot or kNoSlot
     uint32_t next(uint32_t slot) const;
     const IndexEntry& entry(uint32_t slot) const { return entries_[slot]; }

@@ -1,0 +1,362 @@
+"""A new node process replaces the running one of its socket, with its memory and its connections.
+
+    new                                         old: Offer, at node-NAME.sock.take
+      connects                                  checks the user, and says what it is (Facts)
+      checks Facts against its own settings
+      "give"                                    stops serving; the description and all descriptors
+      makes its server of them
+      "taken"                                   closes its KV events
+                                                "go": from here on the new process serves
+      serves, joins its master                  keeps its connection to the master meanwhile
+      closes the connection                     ends
+
+Until "go" nothing has changed: where the new process ends, refuses or takes too long (TAKE_S), the old one
+serves on with all its connections. A new process whose connection ends between "taken" and "go" looks whether
+the old one still answers: if so, that one serves on; if not, it was killed, and the new one serves.
+
+Each message is one packet of a SOCK_SEQPACKET socket, with at most DESCRIPTORS_MAX descriptors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from moonpool.core.config import paths
+from moonpool.core.errors import ConfigError, Error, ProtocolError, Unavailable
+from moonpool.core.service.peer_user import is_same_user
+
+VERSION = 1  # of the messages; that of the description is the native server's
+DESCRIPTORS_MAX = 200  # in one packet; the kernel's limit is 253
+PACKET_BYTES_MAX = 64 << 10
+ANSWER_S = 5.0  # for the first words
+GIVE_S = 90.0  # for the description: some seconds where there are millions of objects
+TAKE_S = 10.0  # for the new process, from the description to "taken"; clients wait meanwhile
+TAKE_BYTES_PER_S = 8 << 20  # of the description, for which it gets more time
+GO_S = 60.0  # for the running node to close its KV events
+JOIN_S = 5.0  # for the new process to join its master
+LOOK_S = 2.0  # whether the old process still answers
+LOOK_PAUSE_S = 0.01
+GIVE, TAKEN, GO = b"give", b"taken", b"go"
+
+_log = logging.getLogger("moonpool.node")
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the running node says of itself. settings: by their names, those that both processes must have
+    alike; dram: of them, node.dram in bytes; refused: why it cannot be taken over now, else empty.
+    http_sockets: descriptors of its pages."""
+
+    version: int
+    pid: int
+    settings: dict[str, str]
+    advertise: str
+    refused: str = ""
+    http_sockets: int = 0
+    dram: int = 0
+
+
+class Predecessor:
+    """The running node, which still serves: ``take_what_it_has``, then ``replace`` it, or ``close``."""
+
+    def __init__(self, connection: socket.socket, path: Path, facts: Facts, descriptors: list[int]) -> None:
+        self._connection = connection
+        self._path = path
+        self.facts = facts
+        self.lock, *http = descriptors
+        self.http = [socket.socket(fileno=number) for number in http]
+
+    def check(self, settings: Mapping[str, object]) -> None:
+        """Raises ConfigError where it cannot be taken over with these settings."""
+        if self.facts.refused:
+            raise _refusal(f"the running node cannot be taken over: {self.facts.refused}")
+        for name, own in settings.items():
+            other = self.facts.settings.get(name)
+            if other != own:
+                raise _refusal(
+                    f"the running node has {name} = {_text(other)}, and this one {_text(own)}: give it the "
+                    f"same, or stop the running node, whose content is lost then",
+                    name,
+                )
+
+    def take_what_it_has(self) -> tuple[int, list[int]]:
+        """(descriptor of its description, further descriptors), which the caller owns. It serves no more from
+        now on, until close()."""
+        self._connection.settimeout(GIVE_S)
+        self._send(GIVE)
+        packet, numbers = self._receive()
+        try:
+            count = int(packet)
+        except ValueError:
+            _close_all(numbers)
+            raise _refusal(packet.decode(errors="replace")) from None
+        while len(numbers) < count:
+            packet, more = self._receive()
+            if not more:
+                _close_all(numbers)
+                raise ProtocolError("the running node sent fewer descriptors than it has", operation="node")
+            numbers += more
+        return numbers[0], numbers[1:]
+
+    def replace(self) -> None:
+        """From its return on this process serves. Raises Unavailable where the running node serves on."""
+        self._connection.settimeout(GO_S)
+        with suppress(OSError):
+            self._connection.sendall(TAKEN)
+            if self._connection.recv(len(GO)) == GO:
+                return
+        if _answers(self._path):
+            raise Unavailable("the running node did not wait, and serves on; try again", operation="node")
+
+    def let_end(self) -> None:
+        """After replace(), when this process has joined its master: the other one ends."""
+        self._connection.close()
+
+    def close(self) -> None:
+        """The running node serves on."""
+        self._connection.close()
+        os.close(self.lock)
+        for each in self.http:
+            each.close()
+
+    def _send(self, message: bytes) -> None:
+        try:
+            self._connection.sendall(message)
+        except OSError as error:
+            raise _ended(error) from error
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        try:
+            packet, numbers = _receive(self._connection)
+        except OSError as error:
+            raise _ended(error) from error
+        if not packet:
+            raise _ended(None)
+        return packet, numbers
+
+
+def find_predecessor(path: Path) -> Predecessor | None:
+    """The node of this user that serves the socket ``path``; None: there is none. Raises ConfigError where it
+    is of another release that hands over in another way, or has another take-over under way."""
+    where = paths.socket_take_over(path)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(ANSWER_S)
+    numbers: list[int] = []
+    try:
+        connection.connect(str(where))
+        if not is_same_user(connection):
+            raise _refusal(f"{where} is served by a process of another user")
+        packet, numbers = _receive(connection)
+        facts = msgspec.json.decode(packet, type=Facts)
+        if facts.version != VERSION:
+            raise _refusal(
+                f"the running node hands over in version {facts.version}, and this release knows {VERSION}: "
+                f"stop it and start this one"
+            )
+        if len(numbers) != 1 + facts.http_sockets:
+            raise _refusal(facts.refused or "the running node sent no descriptors")
+        return Predecessor(connection, path, facts, numbers)
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        _close_all(numbers)
+        connection.close()
+        raise ConfigError(
+            f"the node at {path} does not hand over: {error}", operation="node", peer=str(path), cause=error
+        ) from error
+    except Error:
+        _close_all(numbers)
+        connection.close()
+        raise
+
+
+class Offer:
+    """Hands the node over to a process that asks for it, one at a time; the others are refused.
+
+    facts: what to say, and the descriptors that go with it: the lock, then those of the pages.
+    give: stops serving; (descriptor of a description, which is closed here, and further ones).
+    take_back: the node serves as before, its KV events included. let_go: called once the other process
+    serves, and has joined its master.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        facts: Callable[[], tuple[Facts, Sequence[int]]],
+        *,
+        give: Callable[[], tuple[int, Sequence[int]]],
+        take_back: Callable[[], None],
+        close_events: Callable[[], None],
+        let_go: Callable[[], None],
+    ) -> None:
+        self._path = paths.socket_take_over(path)
+        self._facts = facts
+        self._give, self._take_back = give, take_back
+        self._close_events, self._let_go = close_events, let_go
+        self._busy = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="node-take-over", daemon=True)
+        self._callers: set[threading.Thread] = set()
+        try:
+            self._path.unlink(missing_ok=True)
+            mask = os.umask(0o177)
+            try:
+                self._socket.bind(str(self._path))
+            finally:
+                os.umask(mask)
+            self._socket.listen(4)
+        except OSError as error:
+            self._socket.close()
+            self._closed = True
+            _log.warning("no other process can take over from this node: %s: %s", self._path, error.strerror)
+            return
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the offer; waits for a take-over that has begun. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        for caller in list(self._callers):
+            if caller is not threading.current_thread():
+                caller.join()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                _log.warning("another process could not be answered: %s", error.strerror or error)
+                time.sleep(1.0)  # out of descriptors
+                continue
+            caller = threading.Thread(
+                target=self._answer, args=(connection,), name="node-successor", daemon=True
+            )
+            self._callers = {each for each in self._callers if each.is_alive()} | {caller}
+            caller.start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            if not is_same_user(connection):
+                return
+            facts, descriptors = self._facts()
+            if not self._busy.acquire(blocking=False):
+                other = "another process takes over from it at this moment"
+                connection.sendall(
+                    msgspec.json.encode(msgspec.structs.replace(facts, refused=other, http_sockets=0))
+                )
+                return
+            try:
+                connection.settimeout(ANSWER_S)
+                socket.send_fds(connection, [msgspec.json.encode(facts)], list(descriptors))
+                if connection.recv(len(GIVE)) == GIVE:
+                    self._hand_over(connection)
+            finally:
+                self._busy.release()
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        began_s = time.monotonic()
+        try:
+            description, descriptors = self._give()
+        except Error as error:
+            connection.sendall(f"the running node cannot be taken over: {error}".encode())
+            return
+        why = "it ended"
+        try:
+            try:
+                take_s = TAKE_S + os.fstat(description).st_size / TAKE_BYTES_PER_S
+                _send_all(connection, [description, *descriptors])
+            finally:
+                os.close(description)
+            connection.settimeout(take_s)
+            is_taken = connection.recv(len(TAKEN)) == TAKEN
+            if is_taken:
+                self._close_events()
+                connection.sendall(GO)
+        except OSError as error:
+            is_taken, why = False, str(error)
+        if not is_taken:
+            # Closed first: the other process must know that it is not to serve before this one does.
+            connection.close()
+            self._take_back()
+            took_ms = (time.monotonic() - began_s) * 1000
+            _log.warning(
+                "the process that was to take over did not (%s); this one serves on, after %.0f ms",
+                why,
+                took_ms,
+            )
+            return
+        # Of two connections of one node the master follows the newer; without any it takes the node for lost.
+        with suppress(OSError):
+            connection.settimeout(JOIN_S)
+            connection.recv(1)
+        self._let_go()
+
+
+def _send_all(connection: socket.socket, numbers: Sequence[int]) -> None:
+    """The first packet says how many descriptors there are."""
+    for at in range(0, len(numbers), DESCRIPTORS_MAX):
+        text = str(len(numbers)).encode() if at == 0 else b"more"
+        socket.send_fds(connection, [text], list(numbers[at : at + DESCRIPTORS_MAX]))
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    packet, numbers, _, _ = socket.recv_fds(
+        connection, PACKET_BYTES_MAX, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+    )
+    return packet, list(numbers)
+
+
+def _close_all(numbers: Sequence[int]) -> None:
+    for number in numbers:
+        os.close(number)
+
+
+def _answers(path: Path) -> bool:
+    """Whether the node at ``path`` lives: it says what it is. One that was killed refuses connections."""
+    give_up_s = time.monotonic() + LOOK_S
+    while time.monotonic() < give_up_s:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.settimeout(LOOK_S)
+            try:
+                probe.connect(str(paths.socket_take_over(path)))
+                packet, numbers = _receive(probe)
+            except (ConnectionRefusedError, FileNotFoundError):
+                return False
+            except OSError:
+                packet, numbers = b"", []
+            _close_all(numbers)
+            if packet:
+                return True
+        time.sleep(LOOK_PAUSE_S)  # the kernel closes a killed process's sockets one after the other
+    return True
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _refusal(what: str, key: str = "--take-over") -> ConfigError:
+    return ConfigError(what, operation="node", key=key)
+
+
+def _ended(error: OSError | None) -> Unavailable:
+    why = "" if error is None else f" ({error.strerror or error})"
+    return Unavailable(f"the running node ended the take-over{why}; try again", operation="node", cause=error)

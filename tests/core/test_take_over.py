@@ -1,0 +1,400 @@
+"""`moonpool node --take-over`: another process goes on with memory and connections of a running node."""
+
+from __future__ import annotations
+
+import array
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from moonpool import STORED, Presence
+from moonpool.core.config import paths
+from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.service import take_over
+from moonpool.core.service.http_get import get_json
+from moonpool.core.service.published_events import local_nodes
+from moonpool.core.service.take_over import VERSION, Facts, Offer, find_predecessor
+from moonpool.core.store.keys import Ranges, block_digests, block_name
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
+from moonpool.disagg_proxy.events.settings import EventSource
+from moonpool.disagg_proxy.events.subscriber import Subscriber
+from tests.descriptors import speaks
+
+from .master_bed import MasterProcess, environment
+from .store_bed import until
+from .take_over_bed import START_S, Load, NodeCommand, make_server
+
+KIB = 1 << 10
+BLOCK = 16  # tokens
+
+
+@pytest.fixture
+def node(runtime: Path) -> Iterator[NodeCommand]:
+    node = NodeCommand("a")
+    yield node
+    node.close()
+
+
+def some_objects(rng: random.Random, count: int = 200) -> dict[str, bytes]:
+    return {f"k{i}": rng.randbytes(rng.choice((1, 4 * KIB, 50 * KIB))) for i in range(count)}
+
+
+def assert_has(node: NodeCommand, objects: dict[str, bytes]) -> None:
+    with node.store() as store:
+        found = store.get(list(objects))
+        assert [None if each is None else bytes(each) for each in found] == list(objects.values())
+
+
+# ---- clients go on
+
+
+def test_clients_put_and_read_all_the_time(node: NodeCommand, rng: random.Random) -> None:
+    objects = some_objects(rng)
+    with ExitStack() as stack:
+        stores = [stack.enter_context(node.store()) for _ in range(3)]
+        assert set(stores[0].put(list(objects), list(objects.values()))) == {STORED}
+        load = Load(stores, objects)
+        stack.callback(load.stop)
+        for _ in range(3):
+            load.reset()
+            until(lambda: load.more(20), START_S)
+            node.replace()
+        load.reset()
+        until(lambda: load.more(20), START_S)
+    assert not load.faults
+    assert_has(node, objects)
+
+
+def test_views_and_pins_stay_what_they_were(node: NodeCommand, rng: random.Random) -> None:
+    with node.store() as store:
+        value = rng.randbytes(100 * KIB)
+        assert store.put("held", value) == STORED
+        view = store.get("held")
+        assert view is not None
+        prefix = store.longest_prefix(["held"])
+        assert prefix.blocks == 1
+        node.replace()
+        with node.store() as other:
+            assert other.remove("held")
+            # Twice the arena: the memory of all that is not pinned gets other bytes.
+            for i in range(64):
+                assert other.put(f"new-{i}", rng.randbytes(1 << 20)) == STORED
+        assert bytes(view) == value
+        into = bytearray(len(value))
+        assert store.get("held", into=into, pin=prefix.pin) == len(value)
+        assert into == value
+        assert store.get("held") is None
+
+
+def test_a_process_that_starts_later_is_served_and_so_are_the_pages(node: NodeCommand) -> None:
+    pages = node.http
+    node.replace()
+    assert node.http == pages
+    assert get_json(f"{pages}/health")["pid"] == node.pid
+    with node.store() as store:
+        assert store.put("a", b"1") == STORED
+    node.replace()
+    assert_has(node, {"a": b"1"})
+
+
+def test_a_stop_after_it_leaves_nothing_behind(node: NodeCommand) -> None:
+    node.replace()
+    node.processes[-1].send_signal(signal.SIGTERM)
+    assert node.processes[-1].wait(START_S) == 0
+    left = [path.name for path in node.socket.parent.iterdir() if path.name.startswith("node-a")]
+    assert left == []
+
+
+def test_without_a_running_node_it_begins_anew(runtime: Path) -> None:
+    node = NodeCommand("a", "--take-over")
+    try:
+        assert_serves_one(node)
+        node.processes[-1].send_signal(signal.SIGTERM)
+        _, said = node.processes[-1].communicate(timeout=START_S)
+        assert f"no node serves {node.socket}: this one begins anew" in said
+    finally:
+        node.close()
+
+
+def test_followers_of_its_kv_events_go_on(node: NodeCommand) -> None:
+    indexes = PrefixIndexes(blocks_max=10_000)
+    index = indexes.obtain(BLOCK)
+    assert index is not None
+
+    def put(first: int) -> None:
+        names = [block_name(d, whole) for d in block_digests(_tokens(first), BLOCK)]
+        with node.store(fingerprint=b"f" * 32) as store:
+            assert store.put(names, [b"x"] * len(names)) == [STORED] * len(names)
+
+    def known(first: int) -> int:
+        return index.match(index.keys(array.array("I", _tokens(first)))).pool_blocks
+
+    whole = Ranges(0, 0, 1, 0, 4)
+    (published,) = [each.published for each in local_nodes()]
+    source = EventSource("node", published.events, published.replay, pool=True)
+    subscriber = Subscriber((source,), indexes, {"node": 5})
+    subscriber.start()
+    try:
+        put(0)
+        until(lambda: known(0) == 4, START_S)
+        node.replace()
+        assert [each.published for each in local_nodes()] == [published]
+        put(1000)
+        until(lambda: known(1000) == 4, START_S)
+        assert known(0) == 4
+    finally:
+        subscriber.stop()
+
+
+def _tokens(first: int) -> list[int]:
+    return list(range(first, first + 4 * BLOCK))
+
+
+def test_a_node_that_still_reserves_its_memory(runtime: Path) -> None:
+    node = NodeCommand("a", dram="2GiB")
+    try:
+        with node.store() as store:
+            for round in range(3):
+                assert store.put(f"k{round}", bytes(1000)) == STORED
+                node.replace()
+            until(lambda: node.reserved_bytes() == 2 << 30, START_S)
+            assert store.exists(["k0", "k1", "k2"]) == [Presence.HIT] * 3
+    finally:
+        node.close()
+
+
+def assert_serves_one(node: NodeCommand) -> None:
+    with node.store() as store:
+        key = os.urandom(8)
+        assert store.put(key, key) == STORED
+        assert store.get(key) == key
+
+
+# ---- in a pool
+
+
+def test_a_node_of_another_host_reads_on_and_the_master_keeps_its_place(
+    runtime: Path, rng: random.Random
+) -> None:
+    with ExitStack() as stack:
+        master = MasterProcess()
+        stack.callback(master.close)
+        node = NodeCommand("a", "--master", master.address)
+        stack.callback(node.close)
+        other = NodeCommand("b", "--master", master.address)
+        stack.callback(other.close)
+        objects = some_objects(rng, 50)
+        with node.store() as store:
+            store.put(list(objects), list(objects.values()))
+        far = [stack.enter_context(other.store()) for _ in range(2)]
+        until(lambda: all(each is Presence.HIT for each in far[0].exists(list(objects))), START_S)
+        place = [n["id"] for n in master.page("/nodes")["nodes"] if n["name"] == "a"]
+        load = Load(far, objects)
+        stack.callback(load.stop)
+        for _ in range(2):
+            load.reset()
+            until(lambda: load.more(10), START_S)
+            node.replace()
+        load.reset()
+        until(lambda: load.more(10), START_S)
+        assert not load.faults
+        assert [n["id"] for n in master.page("/nodes")["nodes"] if n["name"] == "a"] == place
+        assert master.states() == {"a": "alive", "b": "alive"}
+
+
+def test_what_is_removed_meanwhile_stays_removed(runtime: Path, rng: random.Random) -> None:
+    with ExitStack() as stack:
+        master = MasterProcess()
+        stack.callback(master.close)
+        node = NodeCommand("a", "--master", master.address)
+        stack.callback(node.close)
+        other = NodeCommand("b", "--master", master.address)
+        stack.callback(other.close)
+        near = stack.enter_context(node.store())
+        far = stack.enter_context(other.store())
+        keys = [f"r{i}" for i in range(300)]
+        near.put(keys, [rng.randbytes(KIB) for _ in keys])
+        until(lambda: all(each is Presence.HIT for each in far.exists(keys)), START_S)
+        removed: list[str] = []
+        over = threading.Event()
+
+        def remove() -> None:
+            for i, key in enumerate(keys):
+                if (near if i % 2 else far).remove(key):
+                    removed.append(key)
+                if over.is_set() and len(removed) > len(keys) // 2:
+                    return
+
+        remover = threading.Thread(target=remove)
+        remover.start()
+        until(lambda: len(removed) > 10, START_S)
+        node.replace()
+        over.set()
+        remover.join(START_S)
+        assert not remover.is_alive()
+        assert len(removed) > len(keys) // 2
+        for store in (near, far):
+            assert set(store.exists(removed)) == {Presence.MISS}
+        node.replace()
+        assert set(near.exists(removed)) == {Presence.MISS}
+
+
+# ---- what fails changes nothing
+
+
+def test_a_successor_that_is_killed_before_it_serves(node: NodeCommand, rng: random.Random) -> None:
+    objects = some_objects(rng)
+    script = (
+        "import sys, time; from pathlib import Path;"
+        "from moonpool.core.service.take_over import find_predecessor;"
+        "old = find_predecessor(Path(sys.argv[1])); given = old.take_what_it_has();"
+        "print('given', flush=True); time.sleep(600)"
+    )
+    with ExitStack() as stack:
+        stores = [stack.enter_context(node.store()) for _ in range(2)]
+        stores[0].put(list(objects), list(objects.values()))
+        view = stores[0].get("k0")
+        load = Load(stores, objects)
+        stack.callback(load.stop)
+        for _ in range(2):
+            successor = subprocess.Popen(
+                [sys.executable, "-c", script, str(node.socket)],
+                stdout=subprocess.PIPE,
+                env=environment(),
+            )
+            assert successor.stdout is not None
+            try:
+                assert speaks(successor.stdout, START_S)
+                assert successor.stdout.readline() == b"given\n"
+            finally:
+                successor.kill()
+                successor.wait()
+                successor.stdout.close()
+            load.reset()
+            until(lambda: load.more(20), START_S)
+        assert not load.faults
+        assert view is not None
+        assert bytes(view) == objects["k0"]
+        node.replace()
+        load.reset()
+        until(lambda: load.more(20), START_S)
+    assert not load.faults
+
+
+def test_a_running_node_that_is_killed_once_it_is_given(node: NodeCommand, rng: random.Random) -> None:
+    objects = some_objects(rng)
+    with node.store() as store:
+        store.put(list(objects), list(objects.values()))
+        predecessor = find_predecessor(node.socket)
+        assert predecessor is not None
+        server = make_server(node.socket, 32, predecessor.take_what_it_has(), listen=["127.0.0.1:0"])
+        os.kill(node.pid, signal.SIGKILL)
+        predecessor.replace()
+        server.start()
+        try:
+            predecessor.close()
+            assert [bytes(each or b"") for each in store.get(list(objects))] == list(objects.values())
+            assert store.put("later", b"x") == STORED
+            assert server.check_integrity()
+        finally:
+            server.stop()
+
+
+@pytest.mark.parametrize("dram", ["16MiB", "64MiB"])
+def test_another_size_is_refused(node: NodeCommand, dram: str) -> None:
+    with node.store() as store:
+        store.put("a", b"1")
+    code, said = node.try_to_replace(dram=dram)
+    assert code == 2
+    size, other = "32.0 MiB", f"{dram[:2]}.0 MiB"
+    assert f"the running node has node.dram = {size}, and this one {other}: give it the same" in said
+    assert said.count("\n") == 1
+    assert_has(node, {"a": b"1"})
+
+
+def test_a_share_of_the_memory_keeps_the_running_nodes_size(node: NodeCommand) -> None:
+    with node.store() as store:
+        store.put("a", b"1")
+    node.dram = "50%"
+    node.replace()
+    assert "32.0 MiB of DRAM" in node.line
+    assert_has(node, {"a": b"1"})
+
+
+def test_a_second_take_over_at_the_same_time_is_refused(node: NodeCommand) -> None:
+    with node.store() as store:
+        store.put("a", b"1")
+    first = find_predecessor(node.socket)
+    assert first is not None
+    code, said = node.try_to_replace()
+    assert code == 2
+    assert "another process takes over from it at this moment" in said
+    first.close()
+    until(lambda: not _is_busy(node), START_S)
+    node.replace()
+    assert_has(node, {"a": b"1"})
+
+
+def _is_busy(node: NodeCommand) -> bool:
+    try:
+        found = find_predecessor(node.socket)
+    except ConfigError:
+        return True
+    assert found is not None
+    found.close()
+    return False
+
+
+def test_another_release_is_refused_by_its_version(runtime: Path) -> None:
+    path = paths.node_socket("a")
+    facts = Facts(VERSION + 1, 1, {}, "")
+    with open(os.devnull, "rb") as lock, ExitStack() as stack:
+        offer = Offer(
+            path,
+            lambda: (facts, [lock.fileno()]),
+            give=lambda: pytest.fail("it was given"),
+            take_back=lambda: None,
+            close_events=lambda: None,
+            let_go=lambda: None,
+        )
+        stack.callback(offer.close)
+        with pytest.raises(ConfigError, match=f"hands over in version {VERSION + 1}"):
+            find_predecessor(path)
+
+
+def test_a_successor_that_takes_too_long_learns_that_the_node_serves_on(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(take_over, "TAKE_S", 0.05)
+    monkeypatch.setattr(take_over, "LOOK_S", 0.2)
+    path = paths.node_socket("a")
+    taken_back = threading.Event()
+    ends = socket.socketpair()
+    with ends[0], ends[1], ExitStack() as stack:
+        offer = Offer(
+            path,
+            lambda: (Facts(VERSION, os.getpid(), {}, ""), [ends[0].fileno()]),
+            give=lambda: (os.dup(ends[0].fileno()), [ends[1].fileno()]),
+            take_back=taken_back.set,
+            close_events=lambda: pytest.fail("it has given up"),
+            let_go=lambda: pytest.fail("it has let go"),
+        )
+        stack.callback(offer.close)
+        predecessor = find_predecessor(path)
+        assert predecessor is not None
+        description, numbers = predecessor.take_what_it_has()
+        for number in (description, *numbers):
+            os.close(number)
+        assert taken_back.wait(START_S)
+        with pytest.raises(Unavailable, match="serves on"):
+            predecessor.replace()
+        predecessor.close()
