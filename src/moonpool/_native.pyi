@@ -120,6 +120,10 @@ class Server:
         """
         Counters (*_total) and gauges by name.
         """
+    def prepare(self) -> None:
+        """
+        Of one with a predecessor: all of start() that can fail. No client notices; stop() undoes it.
+        """
     def set_limits(self, rows: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None, typing.SupportsInt | typing.SupportsIndex | None]]) -> None:
         """
         The tenants' limits from now on, in bytes: (tenant, dram_min, dram_max, ssd_max, pins_max, bytes_per_s). An error leaves those from before in force.

@@ -151,6 +151,13 @@ void PyServer::set_limits(const std::vector<TenantLimitsRow>& rows) {
     unwrap(std::move(status), "tenants");
 }
 
+void PyServer::prepare() {
+    py::gil_scoped_release nogil;
+    Status status = server_->prepare();
+    py::gil_scoped_acquire gil;
+    unwrap(std::move(status), "node");
+}
+
 void PyServer::start() {
     py::gil_scoped_release nogil;
     Status status = server_->start();
@@ -371,6 +378,8 @@ void bind_server(py::module_& m) {
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("tell_event_endpoints", &PyServer::tell_event_endpoints, py::arg("events"), py::arg("replay"),
              "Where other hosts subscribe to the node's KV events: its master tells. Call it before start().")
+        .def("prepare", &PyServer::prepare,
+             "Of one with a predecessor: all of start() that can fail. No client notices; stop() undoes it.")
         .def("start", &PyServer::start)
         .def("stop", &PyServer::stop)
         .def(

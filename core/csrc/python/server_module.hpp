@@ -35,6 +35,7 @@ class PyServer {
     void tell_event_endpoints(std::string events, std::string replay);
     void set_tenants(const std::vector<TenantKeyRow>& rows);
     void set_limits(const std::vector<TenantLimitsRow>& rows);
+    void prepare();
     void start();
     void stop();
     // To another process: see Server::give().

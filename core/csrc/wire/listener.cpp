@@ -90,7 +90,7 @@ void Listener::offer(std::string service, Service handler) {
     services_.insert_or_assign(std::move(service), std::move(handler));
 }
 
-Status Listener::start() {
+Status Listener::start(bool paused) {
     if (running_) return success();
     if (loop_ != nullptr) return Error{Code::kClosed, "this port was closed"};
     spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
@@ -102,7 +102,7 @@ Status Listener::start() {
     Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(options));
     if (!loop) return loop.error();
     for (const auto& socket : sockets_) {
-        if (!(*loop)->add(socket->fd.get(), EPOLLIN, socket)) return os_error("epoll");
+        if (!paused && !(*loop)->add(socket->fd.get(), EPOLLIN, socket)) return os_error("epoll");
     }
     loop_ = std::move(*loop);
     Status started = loop_->start();

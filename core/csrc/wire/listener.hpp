@@ -83,7 +83,8 @@ class Listener {
 
     // Before start().
     void offer(std::string service, Service handler);
-    Status start();
+    // paused: takes no connection until resume().
+    Status start(bool paused = false);
     // Idempotent. No handler runs after its return.
     void stop();
 

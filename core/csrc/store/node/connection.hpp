@@ -49,9 +49,13 @@ class Connection final : public EventHandler {
 
     // Nothing is half done: another process can go on with it.
     bool is_quiet() const { return put_ == nullptr && parked_ == nullptr && !unsent() && !relayed_; }
-    // Nothing: it cannot be handed over, as TLS, or an object, is half way through it.
-    std::optional<HandedConnection> give() const;
-    bool listen_again();  // after Server::mute(); false: the connection is over
+    // False: TLS, or an object, is half way through it.
+    bool can_be_given() const {
+        return tls_ == nullptr && put_ == nullptr && parked_ == nullptr && !relayed_ &&
+               queue_.pieces().empty();
+    }
+    HandedConnection give() const;  // only where it can be given
+    bool listen_again();            // after Server::mute(), or adopted; false: the connection is over
     int fd() const { return fd_.get(); }
     bool proved() const { return pool_ != nullptr; }
     // Set when the connection is over here because the relay has it from now on.

@@ -7,9 +7,7 @@
 
 namespace moonpool {
 
-std::optional<HandedConnection> Connection::give() const {
-    if (tls_ != nullptr || put_ != nullptr || parked_ != nullptr || relayed_ || !queue_.pieces().empty())
-        return std::nullopt;
+HandedConnection Connection::give() const {
     HandedConnection handed;
     handed.proved = proved();
     handed.remote = remote_;

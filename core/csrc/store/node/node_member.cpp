@@ -37,12 +37,13 @@ NodeMember::ToMaster::ToMaster(const MemberAgentOptions& options, MemberHooks ho
 
 NodeMember::NodeMember(const ClusterOptions& options, const Secrets& token, const std::string& socket_path,
                        const Incarnation& incarnation, Pools& pools, SsdTier* ssd, Removals& removals,
-                       RunOnLoop run_on_loop)
+                       RunOnLoop run_on_loop, std::function<bool()> stands_still)
     : pools_(pools),
       ssd_(ssd),
       removals_(removals),
       holdings_(pools, ssd, removals),
-      run_on_loop_(std::move(run_on_loop)) {
+      run_on_loop_(std::move(run_on_loop)),
+      stands_still_(std::move(stands_still)) {
     std::vector<std::string> ranges = split_ranges(options.master);
     const auto count = static_cast<uint32_t>(ranges.size());
     DeltaLog* next = nullptr;
@@ -135,10 +136,17 @@ bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows, const 
 }
 
 bool NodeMember::load(NodeLoad& load) {
+    if (stands_still_()) {
+        MutexLock lock(load_mutex_);
+        if (last_load_) load = *last_load_;
+        if (last_load_) return true;
+    }
     auto now = std::make_shared<NodeLoad>();
-    bool done = run_on_loop_([this, now] { *now = holdings_.load(now_ms()); });
-    if (done) load = std::move(*now);
-    return done;
+    if (!run_on_loop_([this, now] { *now = holdings_.load(now_ms()); })) return false;
+    load = *now;
+    MutexLock lock(load_mutex_);
+    last_load_ = std::move(*now);
+    return true;
 }
 
 // Not known of a store that does not answer: then it counts as holding something.

@@ -6,10 +6,12 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "directory/delta_log.hpp"
 #include "directory/member_agent.hpp"
 #include "store/node/holdings.hpp"
@@ -43,10 +45,12 @@ class NodeMember {
     // Runs f on the store's loop and waits for it, not for ever: false when it was not done in time, and then
     // it may still run later.
     using RunOnLoop = std::function<bool(std::function<void()>)>;
+    // stands_still: the loop does nothing until another process has taken over, or not. Its masters hear on.
 
-    NodeMember(const ClusterOptions& options, const Secrets& token, const std::string& socket_path,
-               const Incarnation& incarnation, Pools& pools, SsdTier* ssd, Removals& removals,
-               RunOnLoop run_on_loop);
+    NodeMember(
+        const ClusterOptions& options, const Secrets& token, const std::string& socket_path,
+        const Incarnation& incarnation, Pools& pools, SsdTier* ssd, Removals& removals, RunOnLoop run_on_loop,
+        std::function<bool()> stands_still = [] { return false; });
     ~NodeMember();  // before it, the loop has ended or goes on running
     NodeMember(const NodeMember&) = delete;
 
@@ -85,6 +89,9 @@ class NodeMember {
     Removals& removals_;
     Holdings holdings_;  // of the loop
     RunOnLoop run_on_loop_;
+    std::function<bool()> stands_still_;
+    Mutex load_mutex_;
+    std::optional<NodeLoad> last_load_ GUARDED_BY(load_mutex_);
     // The tables push to the first one's log, each log to the next one's.
     struct ToMaster {
         ToMaster(const MemberAgentOptions& options, MemberHooks hooks, DeltaLog* next);

@@ -86,7 +86,8 @@ Server::Server(ServerOptions options)
       incarnation_(options_.predecessor == nullptr ? random_incarnation()
                                                    : options_.predecessor->node.incarnation),
       removals_(std::max<uint32_t>(1, static_cast<uint32_t>(split_ranges(options_.cluster.master).size()))),
-      connections_max_(options_.limits.connections) {}
+      connections_max_(options_.limits.connections),
+      adopts_(options_.predecessor != nullptr) {}
 
 Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a node needs a cluster token"};
@@ -278,11 +279,10 @@ void Server::write_welcome(Writer& w, Pool& pool, const Access& access) const {
 // The Unix socket: a new one, or that of the process before, which clients are connected to already.
 Status Server::listen_locally() {
     if (options_.socket_path.empty()) return success();
-    const bool adopts = options_.predecessor != nullptr;
-    Result<Fd> socket = adopts ? adopt_local_socket() : listen_on(options_.socket_path);
+    Result<Fd> socket = adopts_ ? adopt_local_socket() : listen_on(options_.socket_path);
     if (!socket) return socket.error();
     local_ = std::make_shared<LocalListener>(*this, std::move(*socket));
-    if (!loop_->add(local_->fd.get(), EPOLLIN, local_)) return os_error("epoll");
+    if (!adopts_ && !loop_->add(local_->fd.get(), EPOLLIN, local_)) return os_error("epoll");
     return success();
 }
 
@@ -291,8 +291,8 @@ Server::~Server() {
     if (ssd_ != nullptr) ssd_->close();  // its threads post here
 }
 
-Status Server::start() {
-    if (running_) return success();
+Status Server::prepare() {
+    if (prepared_) return success();
     // A descriptor in reserve, for accept_all().
     spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
     remote_connections_max_ = remote_places(options_.limits);
@@ -327,9 +327,7 @@ Status Server::start() {
         // Of a predecessor's memory and of its directories the same is known.
         for (uint32_t range = 0; ssd_ != nullptr && range < removals_.ranges(); ++range)
             removals_.set_applied(range, ssd_->applied(range));
-        member_ = std::make_unique<NodeMember>(
-            options_.cluster, options_.token, options_.socket_path, incarnation_, pools_, ssd_.get(),
-            removals_, [this](const std::function<void()>& f) { return run_for_member(f); });
+        if (!adopts_) make_member();
     }
     if (may_relay()) {
         const ClusterOptions& cluster = options_.cluster;
@@ -345,14 +343,54 @@ Status Server::start() {
     // The table has no clock: a soft pin of a put that comes before the first tick needs the time.
     for (auto& [tenant, pool] : pools_) pool->table().on_time(now_ms());
     look_whether_to_relay();
-    if (Status status = adopt_connections(); !status) return status;
+    adopt_connections();
+    serves_ = !adopts_;
     if (Status status = loop_->start(); !status) return status;
     stopping_ = false;
-    running_ = true;
+    prepared_ = true;
     Status reserving = reserve_thread_.start("mp-memory", [this] { reserve_memory(); });
     if (!reserving) return reserving;
-    if (Status status = open_door(); !status) return status;
+    return open_door();
+}
+
+// Of one that adopts only in start(): the addresses of its KV events are known late.
+void Server::make_member() {
+    member_ = std::make_unique<NodeMember>(
+        options_.cluster, options_.token, options_.socket_path, incarnation_, pools_, ssd_.get(), removals_,
+        [this](const std::function<void()>& f) { return run_for_member(f); },
+        [this] { return giving_ == Giving::kNow; });
+}
+
+Status Server::start() {
+    if (running_) return success();
+    if (Status status = prepare(); !status) {
+        end_prepared();
+        return status;
+    }
+    if (adopts_ && !options_.cluster.master.empty()) make_member();
+    running_ = true;
+    if (adopts_) {
+        post([this] {
+            serves_ = true;
+            open_adopted();
+        });
+        if (listener_ != nullptr) listener_->resume();
+    }
     return member_ == nullptr ? success() : member_->start();
+}
+
+// What prepare() has begun, where start() does not follow.
+void Server::end_prepared() {
+    if (!prepared_.exchange(false)) return;
+    if (listener_ != nullptr) listener_->stop();
+    if (relay_ != nullptr) relay_->stop();
+    stopping_ = true;
+    (void)reserve_thread_.join();
+    (void)loop_->stop();
+    connections_.clear();
+    local_.reset();
+    // The socket's file is the process's that serves.
+    if (!adopts_ && !options_.socket_path.empty()) ::unlink(options_.socket_path.c_str());
 }
 
 Status Server::open_door() {
@@ -375,7 +413,7 @@ Status Server::open_door() {
     };
     auto to_cluster = [welcome](std::string_view tenant) { return welcome(tenant, Access{}); };
     listener_->offer(std::string(kServiceStore), Service{to_cluster, serve, welcome});
-    return listener_->start();
+    return listener_->start(adopts_);
 }
 
 // On "mp-memory". Touching the pages of a large arena takes the kernel seconds; piece by piece, each is
@@ -426,7 +464,7 @@ bool Server::is_alive(uint32_t timeout_ms) {
 }
 
 void Server::stop() {
-    if (!running_.exchange(false)) return;
+    if (!running_.exchange(false)) return end_prepared();
     // A child of fork(): threads, sockets and files are the parent's. Only handles are given up.
     if (reserve_thread_.in_child()) {
         (void)loop_->stop();
@@ -442,6 +480,8 @@ void Server::stop() {
     (void)reserve_thread_.join();
     (void)loop_->stop();
     connections_.clear();
+    local_.reset();  // who waits to be accepted must learn of the end
+    prepared_ = false;
     if (ssd_ != nullptr) ssd_->close();
     if (!options_.socket_path.empty()) ::unlink(options_.socket_path.c_str());
 }
@@ -579,6 +619,7 @@ bool Server::has_room(int fd, TlsStream* tls, bool remote) {
 }
 
 void Server::adopt_remote(AuthenticatedConnection caller) {
+    if (described_) return;  // the other process knows nothing of it
     if (gives_) return waiting_.push_back(std::make_shared<AuthenticatedConnection>(std::move(caller)));
     auto it = pools_.find(caller.tenant);
     // The listener has checked token and tenant, and has sent the welcome; the tenants' rows may have been
@@ -640,6 +681,7 @@ void Server::end_withdrawn() {
 // Every 100 ms on the loop. All parts are bounded: soft pins that end, the SSD tier's cleaning, and so many
 // bytes of scrubbing as the setting allows in this time.
 void Server::on_tick(uint64_t now) {
+    if (!serves_) return;
     if (gives_) {  // nothing changes while another process reads what there is
         if (ssd_ != nullptr) ssd_->on_tick();
         return;
@@ -664,7 +706,7 @@ void Server::on_tick(uint64_t now) {
 // Once it relays it goes on: a pool whose size wavers would have all processes connect anew each time.
 void Server::look_whether_to_relay() {
     if (relay_ == nullptr || relays_) return;
-    relays_ = options_.cluster.relay == "always" || member_->state().large_pool;
+    relays_ = options_.cluster.relay == "always" || (member_ != nullptr && member_->state().large_pool);
     if (!relays_) return;
     for (auto& [tenant, pool] : pools_) pool->table().publish_relays();
 }
@@ -682,10 +724,10 @@ void Server::note_ssd_trouble() {
 bool Server::call_on_loop(std::function<void()> f) { return running_ && loop_->call(std::move(f), kCallMs); }
 
 Status Server::set_limits(LimitsByTenant limits) {
-    if (!running_) return take_limits(limits);
+    if (!prepared_) return take_limits(limits);
     auto answer = std::make_shared<Status>(success());
     auto given = std::make_shared<LimitsByTenant>(std::move(limits));
-    bool ran = call_on_loop([this, answer, given] { *answer = take_limits(*given); });
+    bool ran = loop_->call([this, answer, given] { *answer = take_limits(*given); }, kCallMs);
     if (!ran) return Error{Code::kUnavailable, "the node did not take the tenants' limits in time"};
     return *answer;
 }

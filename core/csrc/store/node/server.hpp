@@ -74,6 +74,8 @@ class Server {
     static Result<std::unique_ptr<Server>> create(ServerOptions options);
     ~Server();
 
+    // Of a server with a predecessor: all of start() that can fail. No client notices; stop() undoes it.
+    Status prepare();
     Status start();
     void stop();  // idempotent; every connection is closed
 
@@ -159,15 +161,19 @@ class Server {
     Result<Fd> adopt_local_socket();
     Status check_predecessor() const;
     Status listen_locally();
-    Status adopt_connections();
+    void adopt_connections();
+    void open_adopted();
     void mute(Connection& connection);
     void mute_quiet();
     bool is_quiet(bool has_waited) const;
+    void end_unfinished();
     Status quieten();
     Status close_ssd();
     void reopen_ssd();
     HandedNode describe(std::vector<int>& descriptors);
     Status open_door();
+    void make_member();
+    void end_prepared();
     void listen_for_blocks();
     uint32_t enter_blocks(const Pool& pool, uint32_t slot);
     Status make_loop();
@@ -215,7 +221,10 @@ class Server {
     uint64_t next_pin_ = 1;
 
     std::atomic<bool> stopping_{false};  // of reserve_thread_
+    std::atomic<bool> prepared_{false};  // the loop runs
     std::atomic<bool> running_{false};
+    bool serves_ = false;  // of the loop
+    const bool adopts_;    // has, or had, a predecessor
     std::atomic<uint64_t> memory_error_{0};
     std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
     std::map<std::string, std::string> ssd_trouble_;  // of the loop: directory -> what was noted
@@ -229,7 +238,8 @@ class Server {
     // Of the loop: it hands its connections to another process. Those in muted_ are not looked at meanwhile.
     bool gives_ = false;
     std::unordered_set<int> muted_;
-    bool ssd_closed_ = false;  // of the thread that gives
+    bool ssd_closed_ = false;           // of the thread that gives
+    std::atomic<bool> ssd_off_{false};  // could not be opened again
     // Of the member's agents: they wait while the node is given, with their connections open, so that no
     // master takes it for lost; and what they bring is carried out before it is described, or not at all.
     enum class Giving : int { kNo, kNow, kGone };

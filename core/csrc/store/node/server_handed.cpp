@@ -7,15 +7,17 @@
 //      connection is accepted.
 //   2. Connections are muted one by one, each between two frames: what a client sends later stays in its
 //      socket, for the other process. One that is in the middle of something has kQuietMs to end that; the
-//      SSD tier ends what it writes and reads, in kDiskMs, and gives up its directories.
+//      SSD tier ends what it writes and reads, in kDiskMs, and gives up its directories. Afterwards each
+//      connection is muted or has ended, so that nothing of the node changes behind its description.
 //   3. On the loop: the node is described, and the shared index is made invalid. No process can write to an
 //      index that another one made, so the new one has its own, and clients of the old one must find nothing
 //      there when memory is used again. They ask the node instead, and connect anew for the new index.
 //
 // The node is given whole or not at all: until let_go() nothing that the new process does has an effect here,
-// and take_back() undoes 3, 2 and 1. What cannot go along is dropped by let_go() as at a node's stop:
-// connections in TLS, and those in the middle of a PUT or of the bytes of a READ. No client of the own host
-// is among them: their frames are short, and their bytes move in memory.
+// and take_back() undoes 3, 2 and 1. What cannot go along ends in 2, with what it holds, as at a node's stop:
+// connections in TLS, and those in the middle of a PUT or of the bytes of a READ. Its client connects anew,
+// with whichever process serves. No client of the own host is among them: their frames are short, and their
+// bytes move in memory.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -132,40 +134,42 @@ std::vector<Fd> Server::handed_tcp_sockets() {
 
 Result<Fd> Server::adopt_local_socket() {
     Fd socket = std::move(options_.predecessor->descriptors[options_.predecessor->node.pools.size()]);
-    // Once more, so that the kernel names this process to those who connect.
-    if (::listen(socket.get(), 128) != 0) return os_error("listening on " + options_.socket_path);
     return socket;
 }
 
-// Before the loop runs. What a client has sent, or the socket did not take, is looked at with the first turn.
-Status Server::adopt_connections() {
-    if (options_.predecessor == nullptr) return success();
+// Before the loop runs, which gets to know them by open_adopted().
+void Server::adopt_connections() {
+    if (options_.predecessor == nullptr) return;
     Predecessor& from = *options_.predecessor;
     next_pin_ = from.node.next_pin;
     size_t at = from.node.pools.size() + 1 + from.node.tcp_sockets;
-    std::vector<int> keys;
     for (const HandedConnection& handed : from.node.connections) {
         Fd fd = std::move(from.descriptors[at++]);
         auto pool = pools_.find(handed.tenant);
         int key = fd.get();
         auto connection = std::make_shared<Connection>(*this, std::move(fd), now_ms(), handed,
                                                        handed.proved ? pool->second.get() : nullptr);
-        if (!loop_->add(key, Connection::kFirstEvents, connection)) return os_error("epoll");
         connections_.emplace(key, connection);
         remote_connections_ += handed.remote ? 1 : 0;
-        keys.push_back(key);
     }
     for (auto& [tenant, pool] : pools_) pool->drop_unused_spaces();
-    loop_->post([this, keys] {
-        for (int key : keys) {
-            auto it = connections_.find(key);
-            if (it == connections_.end()) continue;
-            std::shared_ptr<Connection> connection = it->second;
-            connection->on_events(EPOLLOUT | EPOLLIN);
-        }
-    });
     options_.predecessor.reset();  // an object's name is some hundred bytes there
-    return success();
+}
+
+// On the loop. What a client has sent, or the socket did not take, is looked at at once.
+void Server::open_adopted() {
+    std::vector<std::shared_ptr<Connection>> all;
+    for (auto& [fd, connection] : connections_) all.push_back(connection);
+    for (const std::shared_ptr<Connection>& connection : all) {
+        if (connection->listen_again()) {
+            connection->on_events(EPOLLOUT | EPOLLIN);
+        } else {
+            drop(connection->fd());
+        }
+    }
+    // Once more, so that the kernel names this process to those who connect.
+    (void)::listen(local_->fd.get(), 128);
+    (void)loop_->add(local_->fd.get(), EPOLLIN, local_);
 }
 
 // ---- the old process
@@ -191,6 +195,7 @@ bool Server::run_for_member(const std::function<void()>& f) {
 std::string Server::why_not_given() const {
     if (options_.socket_path.empty()) return "it has no socket";
     if (!running_) return "it does not serve";
+    if (ssd_off_) return "its SSD directories are closed since a take-over failed; restart it";
     return "";
 }
 
@@ -208,6 +213,23 @@ void Server::mute_quiet() {
     }
 }
 
+// Those that another process cannot go on with; of the own host there is none, as is_quiet() says.
+void Server::end_unfinished() {
+    std::vector<int> unfinished;
+    for (auto& [fd, connection] : connections_) {
+        if (!connection->can_be_given()) {
+            unfinished.push_back(fd);
+        } else if (!muted_.contains(fd)) {
+            mute(*connection);
+        }
+    }
+    for (int fd : unfinished) {
+        muted_.erase(fd);
+        drop(fd, true);
+    }
+}
+
+// Every connection is muted.
 HandedNode Server::describe(std::vector<int>& descriptors) {
     HandedNode node;
     node.incarnation = incarnation_;
@@ -223,11 +245,10 @@ HandedNode Server::describe(std::vector<int>& descriptors) {
     }
     node.ranges = removals_.give();
     for (auto& [fd, connection] : connections_) {
-        std::optional<HandedConnection> handed = connection->give();
-        if (!handed) continue;
-        node.connections.push_back(std::move(*handed));
+        node.connections.push_back(connection->give());
         descriptors.push_back(fd);
     }
+    waiting_.clear();  // their clients connect anew
     for (auto& [tenant, pool] : pools_) pool->table().supersede();
     described_ = true;
     return node;
@@ -239,7 +260,7 @@ bool Server::is_quiet(bool has_waited) const {
     if (ssd_ != nullptr && !ssd_->is_idle()) return false;
     return std::ranges::all_of(connections_, [&](const auto& entry) {
         return muted_.contains(entry.first) ||
-               (has_waited && (entry.second->remote() || entry.second->give()));
+               (has_waited && (entry.second->remote() || entry.second->can_be_given()));
     });
 }
 
@@ -255,7 +276,9 @@ Status Server::quieten() {
         bool ran = loop_->call(
             [this, look, has_waited] {
                 mute_quiet();
-                look->quiet = is_quiet(has_waited);
+                if (!is_quiet(has_waited)) return;
+                end_unfinished();
+                look->quiet = true;
             },
             kDescribeMs);
         if (!ran) return Error{Code::kTimeout, "the node's data plane did not answer"};
@@ -288,7 +311,11 @@ void Server::reopen_ssd() {
             return;
         }
         if (std::chrono::steady_clock::now() > end) {
-            journal_->note(Level::kError, "ssd_off", "", logs->error().text);
+            // For good: what is removed from now on is not noted there.
+            ssd_off_ = true;
+            journal_->note(
+                Level::kError, "ssd_off", "",
+                "the SSD directories stay closed until the node starts anew: " + logs->error().text);
             return;
         }
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -367,6 +394,7 @@ void Server::let_go() {
     connections_.clear();
     waiting_.clear();
     local_.reset();
+    prepared_ = false;
 }
 
 }  // namespace moonpool

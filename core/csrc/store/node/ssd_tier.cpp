@@ -142,7 +142,10 @@ void SsdTier::resume() {
     for (auto& [name, tenant] : tenants_) clean(tenant);
 }
 
-void SsdTier::save(std::function<void()> done) { set_->save(std::move(done)); }
+void SsdTier::save(std::function<void()> done) {
+    if (set_ == nullptr) return done();
+    set_->save(std::move(done));
+}
 
 void SsdTier::close_logs() {
     close();
@@ -496,6 +499,7 @@ void SsdTier::cancel_write(const Hash128& hash) {
 // At the node's stop. Recent use and pins no longer matter, and what fails is not tried again, so that the
 // flush ends.
 void SsdTier::flush(std::function<void()> done) {
+    if (set_ == nullptr) return done();
     if (!flushing_) before_flush_ = sequence_->load();
     flushing_ = true;
     flushed_.push_back(std::move(done));
