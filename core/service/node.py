@@ -16,10 +16,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from socket import socket as socket_type
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,11 +34,12 @@ from moonpool.core.config.tenants_file import NativeLimits, limits_of, native_li
 from moonpool.core.config.units import format_size, parse_size
 from moonpool.core.errors import ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.service.address_space import check_address_space
+from moonpool.core.service.addresses import Address
 from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_settings
 from moonpool.core.service.data_tls import data_server, pool_tls
 from moonpool.core.service.drain import Drain, DrainProgress, DrainRequest
-from moonpool.core.service.http_tls import followed_context
+from moonpool.core.service.http_tls import FollowedContext, followed_context
 from moonpool.core.service.kv_event_publisher import KvEventPublisher
 from moonpool.core.service.listen_addresses import (
     NodeAddresses,
@@ -209,27 +211,13 @@ class Node(ServiceProcess["_native.Server"]):
             self._claim = Claim(path)
             self._tell_clients()
             server = self._make_server(self.config, path, token, self.addresses)
+            self._publish(server, path)
+            self._begin(server, _log, self._heard, self._take_limits)
+            await self._serve_pages(http, tls)
         else:
             server = await self._take_over(predecessor, path)
-            self._claim = Claim.of_predecessor(path, predecessor.lock)
-            self._tell_clients()
-        self._publish_if_possible(server, path, predecessor)
-        self._begin(server, _log, self._heard, self._take_limits)
-        if predecessor is not None:
-            self._report(predecessor)
-        if http is not None:
-            private = {"/drain": self._drain_page, "POST /drain": self._begin_drain}
-            private["POST /drain-stop"] = self._end_drain
-            # /stat says less to a client without the admin token.
-            await self._serve_http(
-                http,
-                node,
-                tls,
-                private,
-                self._is_allowed,
-                {"/stat": self._stat},
-                [] if predecessor is None else predecessor.http,
-            )
+            with _logged("its pages are not served"):
+                await self._serve_pages(http, tls, predecessor.http)
         self._predecessor = predecessor
         self._offer = Offer(
             path,
@@ -239,7 +227,24 @@ class Node(ServiceProcess["_native.Server"]):
             close_events=self._close_events,
             let_go=functools.partial(self._let_go, asyncio.get_running_loop()),
         )
-        link_default(path)
+        if predecessor is None:
+            link_default(path)
+        else:
+            with _logged("node.sock does not lead here"):
+                link_default(path)
+
+    async def _serve_pages(
+        self,
+        http: Address | None,
+        tls: FollowedContext | None,
+        listening: Sequence[socket_type] = (),
+    ) -> None:
+        if http is None:
+            return
+        private = {"/drain": self._drain_page, "POST /drain": self._begin_drain}
+        private["POST /drain-stop"] = self._end_drain
+        own = {"/stat": self._stat}  # which says less to a client without the admin token
+        await self._serve_http(http, self.config.node, tls, private, self._is_allowed, own, listening)
 
     def _tell_clients(self) -> None:
         assert self._claim is not None
@@ -273,16 +278,28 @@ class Node(ServiceProcess["_native.Server"]):
         return predecessor
 
     async def _take_over(self, predecessor: Predecessor, path: Path) -> _native.Server:
-        """Its server with what the running node has; that one serves no more. Raises a moonpool Error where
-        it serves on."""
+        """Serves with what the running node has; that one serves no more. Raises an exception where it serves
+        on: whatever can fail comes before replace()."""
         self._took_from_s = time.monotonic()
+        self._replaced = True  # what stands in the runtime folder is the running node's until it is replaced
         try:
             given = await asyncio.to_thread(predecessor.take_what_it_has)
             server = native_server(self.config, path, self._token, self.addresses, predecessor=given)
+            self._claim = Claim.of_predecessor(path, os.dup(predecessor.lock))
+            self._tell_clients()
+            self._follow(server, _log, self._heard, self._take_limits)
+            await asyncio.to_thread(server.prepare)
+            await asyncio.to_thread(predecessor.agree)
+            with _logged("no KV events are published"):
+                self._publish(server, path)
             await asyncio.to_thread(predecessor.replace)
         except BaseException:
+            self._close_events()  # whose addresses the running node takes again
             predecessor.close()
             raise
+        self._replaced = False
+        server.start()
+        self._report(predecessor)
         return server
 
     def _report(self, predecessor: Predecessor) -> None:
@@ -335,8 +352,12 @@ class Node(ServiceProcess["_native.Server"]):
         if server is None:
             return
         server.take_back()
+        assert self._claim is not None
+        with _logged("what the other process told of itself may still stand"):
+            self._claim.tell_again()
         if self._published is not None and self._events is None:
-            self._publish(server, self.socket)
+            with _logged("no KV events are published"):
+                self._publish(server, self.socket)
 
     def _let_go(self, loop: asyncio.AbstractEventLoop) -> None:
         assert self._server is not None
@@ -344,17 +365,6 @@ class Node(ServiceProcess["_native.Server"]):
         self._server.let_go()
         _log.info("another process has taken over", extra={"event": "take_over"})
         loop.call_soon_threadsafe(self._over.set)
-
-    def _publish_if_possible(
-        self, server: _native.Server, socket: Path, predecessor: Predecessor | None
-    ) -> None:
-        """As _publish; but a node that has taken over lives on without KV events, rather than not."""
-        try:
-            self._publish(server, socket)
-        except ConfigError as error:
-            if predecessor is None:
-                raise
-            _log.error("no KV events are published: %s", error)
 
     def _take_limits(self, rows: Sequence[NativeLimits]) -> None:
         if self._server is not None:
@@ -559,6 +569,16 @@ class Node(ServiceProcess["_native.Server"]):
         if not self._is_allowed(request.headers.get("Authorization", "")):
             page = {name: page[name] for name in OPEN_STAT}
         return json_response(page)
+
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """What fails in it is logged: the node lives on without it, as the process before has ended, or would
+    lose its content."""
+    try:
+        yield
+    except Exception as error:
+        _log.error("%s: %s", what, error)
 
 
 def _size_text(size: int) -> str:

@@ -82,6 +82,7 @@ class Claim:
     def _begin(self, path: Path) -> None:
         self.path = path
         self._lock = Path(f"{path}.lock")
+        self._told: dict[Path, bytes] = {}
         self._released = threading.Event()
         self._follower: threading.Thread | None = None
 
@@ -133,15 +134,28 @@ class Claim:
             self._follower.start()
 
     def _write_token(self, secrets: tuple[bytes, ...]) -> None:
-        paths.write_private(paths.socket_token(self.path), b"\n".join(secrets) + b"\n")
+        self._tell(paths.socket_token(self.path), b"\n".join(secrets))
 
     def tell_tls(self, settings: bytes) -> None:
         """Writes how clients connect to the node's master."""
-        paths.write_private(paths.socket_tls(self.path), settings + b"\n")
+        self._tell(paths.socket_tls(self.path), settings)
 
     def tell_events(self, published: bytes) -> None:
         """Writes where the node publishes its KV events."""
-        paths.write_private(paths.socket_events(self.path), published + b"\n")
+        self._tell(paths.socket_events(self.path), published)
+
+    def _tell(self, path: Path, content: bytes) -> None:
+        paths.write_private(path, content + b"\n")
+        self._told[path] = content
+
+    def tell_again(self) -> None:
+        """All that was told, and nothing else, as another process may have told of itself meanwhile."""
+        for told in (paths.socket_token, paths.socket_tls, paths.socket_events):
+            path = told(self.path)
+            if path in self._told:
+                self._tell(path, self._told[path])
+            else:
+                path.unlink(missing_ok=True)
 
     def _remove_told(self) -> None:
         for told in (paths.socket_token, paths.socket_tls, paths.socket_events):

@@ -128,14 +128,20 @@ class ServiceProcess(Generic[S]):
         on_note: Callable[[str], None] = lambda kind: None,
         take_limits: TakeLimits | None = None,
     ) -> None:
-        """Starts the native server and the log of its notes. take_limits: of a node, for the tenants' limits.
-        Raises ConfigError for a file of tenants that cannot be used."""
+        """Starts the native server and what _follow() does."""
+        self._follow(server, log, on_note, take_limits)
+        server.start()
+
+    def _follow(
+        self, server: S, log: logging.Logger, on_note: Callable[[str], None], take_limits: TakeLimits | None
+    ) -> None:
+        """Logs the notes of the native server, and gives it the tenants' file. take_limits: of a node, for
+        the tenants' limits. Raises ConfigError for a file of tenants that cannot be used."""
         self._server = server
         if (file := tenants_of(self.config)) is not None:
             self._tenants = TenantKeys(file, server, log, take_limits)
         self._notes = Notes(server, log, on_note)
         self._notes.start()
-        server.start()
 
     async def _serve_http(
         self,

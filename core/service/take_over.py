@@ -5,14 +5,15 @@
       checks Facts against its own settings
       "give"                                    stops serving; the description and all descriptors
       makes its server of them
-      "taken"                                   closes its KV events
-                                                "go": from here on the new process serves
+      does all that can fail; "taken"           closes its KV events; "go"
+      publishes its KV events; "serves"
       serves, joins its master                  keeps its connection to the master meanwhile
       closes the connection                     ends
 
-Until "go" nothing has changed: where the new process ends, refuses or takes too long (TAKE_S), the old one
-serves on with all its connections. A new process whose connection ends between "taken" and "go" looks whether
-the old one still answers: if so, that one serves on; if not, it was killed, and the new one serves.
+Until "serves" nothing has changed: where the new process ends, refuses or is silent for too long (TAKE_S,
+SERVE_S), the old one says "kept" and serves on. "serves" comes right before the new process serves, so that
+of the two never both do. A new process whose connection ends without "kept" looks whether the old one still
+answers: if so, that one serves on; if not, it was killed, and the new one serves.
 
 Each message is one packet of a SOCK_SEQPACKET socket, with at most DESCRIPTORS_MAX descriptors.
 """
@@ -40,12 +41,14 @@ PACKET_BYTES_MAX = 64 << 10
 ANSWER_S = 5.0  # for the first words
 GIVE_S = 90.0  # for the description: some seconds where there are millions of objects
 TAKE_S = 10.0  # for the new process, from the description to "taken"; clients wait meanwhile
+SERVE_S = 10.0  # for the new process, from "go" to "serves"
 TAKE_BYTES_PER_S = 8 << 20  # of the description, for which it gets more time
 GO_S = 60.0  # for the running node to close its KV events
 JOIN_S = 5.0  # for the new process to join its master
 LOOK_S = 2.0  # whether the old process still answers
 LOOK_PAUSE_S = 0.01
-GIVE, TAKEN, GO = b"give", b"taken", b"go"
+GIVE, TAKEN, GO, SERVES, KEPT = b"give", b"taken", b"go", b"serves", b"kept"
+WORD_BYTES_MAX = 16
 
 _log = logging.getLogger("moonpool.node")
 
@@ -65,12 +68,13 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Predecessor:
-    """The running node, which still serves: ``take_what_it_has``, then ``replace`` it, or ``close``."""
+    """The running node, which still serves: ``take_what_it_has``, ``agree``, ``replace``; or ``close``."""
 
     def __init__(self, connection: socket.socket, path: Path, facts: Facts, descriptors: list[int]) -> None:
         self._connection = connection
         self._path = path
         self.facts = facts
+        self._was_killed = False
         self.lock, *http = descriptors
         self.http = [socket.socket(fileno=number) for number in http]
 
@@ -106,19 +110,52 @@ class Predecessor:
             numbers += more
         return numbers[0], numbers[1:]
 
-    def replace(self) -> None:
-        """From its return on this process serves. Raises Unavailable where the running node serves on."""
+    def agree(self) -> None:
+        """What can fail has been done: the running node closes its KV events. Raises Unavailable where it
+        serves on."""
         self._connection.settimeout(GO_S)
-        with suppress(OSError):
+        try:
             self._connection.sendall(TAKEN)
-            if self._connection.recv(len(GO)) == GO:
-                return
-        if _answers(self._path):
+            word = self._connection.recv(WORD_BYTES_MAX)
+        except ConnectionError:
+            word = self._last_word()
+        except TimeoutError:
+            word = KEPT
+        if word != GO:
+            self._look_whether_killed(word)
+
+    def replace(self) -> None:
+        """From its return on this process has to serve. Raises Unavailable where the running node serves
+        on."""
+        if self._was_killed:
+            return
+        try:
+            self._connection.sendall(SERVES)
+        except OSError:
+            self._look_whether_killed(self._last_word())
+
+    def _look_whether_killed(self, word: bytes) -> None:
+        """Raises Unavailable where it was not. word: its last one, empty where it said none."""
+        # Closed first, so that it can no longer agree.
+        self._connection.close()
+        if word or _answers(self._path):
             raise Unavailable("the running node did not wait, and serves on; try again", operation="node")
+        self._was_killed = True
+
+    def _last_word(self) -> bytes:
+        for _ in range(2):  # the first may say only that it left something unread
+            try:
+                return self._connection.recv(WORD_BYTES_MAX)
+            except ConnectionError:
+                continue
+            except OSError:
+                return KEPT
+        return b""
 
     def let_end(self) -> None:
         """After replace(), when this process has joined its master: the other one ends."""
         self._connection.close()
+        os.close(self.lock)
 
     def close(self) -> None:
         """The running node serves on."""
@@ -279,6 +316,7 @@ class Offer:
             connection.sendall(f"the running node cannot be taken over: {error}".encode())
             return
         why = "it ended"
+        serves = False
         try:
             try:
                 take_s = TAKE_S + os.fstat(description).st_size / TAKE_BYTES_PER_S
@@ -286,13 +324,14 @@ class Offer:
             finally:
                 os.close(description)
             connection.settimeout(take_s)
-            is_taken = connection.recv(len(TAKEN)) == TAKEN
-            if is_taken:
+            if connection.recv(WORD_BYTES_MAX) == TAKEN:
                 self._close_events()
+                connection.settimeout(SERVE_S)
                 connection.sendall(GO)
-        except OSError as error:
-            is_taken, why = False, str(error)
-        if not is_taken:
+                serves = connection.recv(WORD_BYTES_MAX) == SERVES
+        except Exception as error:  # whatever it is: this node has to serve again
+            why = str(error) or type(error).__name__
+        if not serves and not _keep(connection):
             # Closed first: the other process must know that it is not to serve before this one does.
             connection.close()
             self._take_back()
@@ -308,6 +347,22 @@ class Offer:
             connection.settimeout(JOIN_S)
             connection.recv(1)
         self._let_go()
+
+
+def _keep(connection: socket.socket) -> bool:
+    """Tells the other process that this one serves on. True: that one had said before that it serves."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RD)  # it can say nothing more, but what it said is still there
+    connection.settimeout(0)
+    try:
+        while word := connection.recv(WORD_BYTES_MAX):
+            if word == SERVES:
+                return True
+    except OSError:
+        pass
+    with suppress(OSError):
+        connection.sendall(KEPT)
+    return False
 
 
 def _send_all(connection: socket.socket, numbers: Sequence[int]) -> None:
