@@ -8,13 +8,14 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from moonpool import STORED, Store, _native
 from moonpool.core.config import paths
 from moonpool.core.config.native_settings import node_settings
+from moonpool.core.service import take_over
 from moonpool.core.service.http_get import get_json
 from tests.descriptors import speaks
 
@@ -158,7 +159,43 @@ class Load:
             assert not thread.is_alive()
 
 
-ARGUMENTS = ("listen", "ssd", "master", "host_id", "limits")
+class OfferBed:
+    """An offer whose node is not there: what becomes of it is noted in ``done``. ``events``: called where the
+    node would close its KV events."""
+
+    def __init__(self, name: str = "a") -> None:
+        self.path = paths.node_socket(name)
+        self.done: list[str] = []
+        self.events: Callable[[], None] = lambda: None
+        self._file = os.memfd_create("description")
+        self._offer = take_over.Offer(
+            self.path,
+            lambda: (take_over.Facts(take_over.VERSION, os.getpid(), {}, ""), [self._file]),
+            give=lambda: (os.dup(self._file), [self._file]),
+            take_back=lambda: self.done.append("taken back"),
+            close_events=lambda: self.events(),
+            let_go=lambda: self.done.append("let go"),
+        )
+
+    def find(self) -> take_over.Predecessor:
+        found = take_over.find_predecessor(self.path)
+        assert found is not None
+        return found
+
+    def given(self) -> take_over.Predecessor:
+        """A successor that has got all."""
+        predecessor = self.find()
+        description, numbers = predecessor.take_what_it_has()
+        for number in (description, *numbers):
+            os.close(number)
+        return predecessor
+
+    def close(self) -> None:
+        self._offer.close()
+        os.close(self._file)
+
+
+ARGUMENTS = ("listen", "ssd", "master", "host_id", "limits", "data_tls")
 
 
 def make_server(

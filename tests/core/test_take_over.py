@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +32,7 @@ from tests.descriptors import speaks
 
 from .master_bed import MasterProcess, environment
 from .store_bed import until
-from .take_over_bed import START_S, Load, NodeCommand, make_server
+from .take_over_bed import START_S, Load, NodeCommand, OfferBed, make_server
 
 KIB = 1 << 10
 BLOCK = 16  # tokens
@@ -42,6 +43,13 @@ def node(runtime: Path) -> Iterator[NodeCommand]:
     node = NodeCommand("a")
     yield node
     node.close()
+
+
+@pytest.fixture
+def offer(runtime: Path) -> Iterator[OfferBed]:
+    offer = OfferBed()
+    yield offer
+    offer.close()
 
 
 def some_objects(rng: random.Random, count: int = 200) -> dict[str, bytes]:
@@ -186,7 +194,7 @@ def test_a_node_of_another_host_reads_on_and_the_master_keeps_its_place(
     runtime: Path, rng: random.Random
 ) -> None:
     with ExitStack() as stack:
-        master = MasterProcess()
+        master = MasterProcess(suspect_after_s="30s")
         stack.callback(master.close)
         node = NodeCommand("a", "--master", master.address)
         stack.callback(node.close)
@@ -221,8 +229,8 @@ def test_what_is_removed_meanwhile_stays_removed(runtime: Path, rng: random.Rand
         stack.callback(other.close)
         near = stack.enter_context(node.store())
         far = stack.enter_context(other.store())
-        keys = [f"r{i}" for i in range(300)]
-        near.put(keys, [rng.randbytes(KIB) for _ in keys])
+        keys = [f"r{i}" for i in range(20_000)]
+        near.put(keys, [rng.randbytes(16) for _ in keys])
         until(lambda: all(each is Presence.HIT for each in far.exists(keys)), START_S)
         removed: list[str] = []
         over = threading.Event()
@@ -231,7 +239,7 @@ def test_what_is_removed_meanwhile_stays_removed(runtime: Path, rng: random.Rand
             for i, key in enumerate(keys):
                 if (near if i % 2 else far).remove(key):
                     removed.append(key)
-                if over.is_set() and len(removed) > len(keys) // 2:
+                if over.is_set():
                     return
 
         remover = threading.Thread(target=remove)
@@ -241,7 +249,7 @@ def test_what_is_removed_meanwhile_stays_removed(runtime: Path, rng: random.Rand
         over.set()
         remover.join(START_S)
         assert not remover.is_alive()
-        assert len(removed) > len(keys) // 2
+        assert len(removed) < len(keys), "all were removed before the other process served"
         for store in (near, far):
             assert set(store.exists(removed)) == {Presence.MISS}
         node.replace()
@@ -298,6 +306,8 @@ def test_a_running_node_that_is_killed_once_it_is_given(node: NodeCommand, rng: 
         assert predecessor is not None
         server = make_server(node.socket, 32, predecessor.take_what_it_has(), listen=["127.0.0.1:0"])
         os.kill(node.pid, signal.SIGKILL)
+        server.prepare()
+        predecessor.agree()
         predecessor.replace()
         server.start()
         try:
@@ -330,26 +340,23 @@ def test_a_share_of_the_memory_keeps_the_running_nodes_size(node: NodeCommand) -
     assert_has(node, {"a": b"1"})
 
 
-def test_a_second_take_over_at_the_same_time_is_refused(node: NodeCommand) -> None:
-    with node.store() as store:
-        store.put("a", b"1")
-    first = find_predecessor(node.socket)
-    assert first is not None
-    code, said = node.try_to_replace()
-    assert code == 2
-    assert "another process takes over from it at this moment" in said
+def test_a_second_take_over_at_the_same_time_is_refused(
+    offer: OfferBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(take_over, "ANSWER_S", START_S)
+    first = offer.find()
+    with pytest.raises(ConfigError, match="another process takes over from it at this moment"):
+        offer.find()
     first.close()
-    until(lambda: not _is_busy(node), START_S)
-    node.replace()
-    assert_has(node, {"a": b"1"})
+    until(lambda: not _is_busy(offer), START_S)
+    assert offer.done == []
 
 
-def _is_busy(node: NodeCommand) -> bool:
+def _is_busy(offer: OfferBed) -> bool:
     try:
-        found = find_predecessor(node.socket)
+        found = offer.find()
     except ConfigError:
         return True
-    assert found is not None
     found.close()
     return False
 
@@ -371,30 +378,120 @@ def test_another_release_is_refused_by_its_version(runtime: Path) -> None:
             find_predecessor(path)
 
 
+# ---- who serves
+
+
 def test_a_successor_that_takes_too_long_learns_that_the_node_serves_on(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
+    offer: OfferBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(take_over, "TAKE_S", 0.05)
-    monkeypatch.setattr(take_over, "LOOK_S", 0.2)
-    path = paths.node_socket("a")
-    taken_back = threading.Event()
-    ends = socket.socketpair()
-    with ends[0], ends[1], ExitStack() as stack:
-        offer = Offer(
-            path,
-            lambda: (Facts(VERSION, os.getpid(), {}, ""), [ends[0].fileno()]),
-            give=lambda: (os.dup(ends[0].fileno()), [ends[1].fileno()]),
-            take_back=taken_back.set,
-            close_events=lambda: pytest.fail("it has given up"),
-            let_go=lambda: pytest.fail("it has let go"),
-        )
-        stack.callback(offer.close)
-        predecessor = find_predecessor(path)
+    offer.events = lambda: pytest.fail("it has given up")
+    predecessor = offer.given()
+    until(lambda: offer.done == ["taken back"], START_S)
+    with pytest.raises(Unavailable, match="serves on"):
+        predecessor.agree()
+    predecessor.close()
+
+
+def test_the_running_node_lets_go_when_the_other_serves(offer: OfferBed) -> None:
+    predecessor = offer.given()
+    predecessor.agree()
+    assert offer.done == []
+    predecessor.replace()
+    predecessor.let_end()
+    until(lambda: offer.done == ["let go"], START_S)
+
+
+def test_a_successor_that_ends_after_the_word_to_go_is_taken_back(offer: OfferBed) -> None:
+    predecessor = offer.given()
+    predecessor.agree()
+    predecessor.close()
+    until(lambda: offer.done == ["taken back"], START_S)
+
+
+def test_a_successor_that_is_silent_after_the_word_to_go_learns_that_the_node_serves_on(
+    offer: OfferBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(take_over, "SERVE_S", 0.05)
+    predecessor = offer.given()
+    predecessor.agree()
+    until(lambda: offer.done == ["taken back"], START_S)
+    with pytest.raises(Unavailable, match="serves on"):
+        predecessor.replace()
+    predecessor.close()
+
+
+def test_what_the_successor_said_in_time_counts_though_it_is_read_late() -> None:
+    """Either both know that the new process serves, or both that the old one does."""
+    old, new = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with old, new:
+        new.sendall(take_over.SERVES)
+        assert take_over._keep(old)
+        with pytest.raises(BrokenPipeError):
+            new.sendall(take_over.SERVES)
+
+
+def test_whatever_fails_in_the_running_node_it_serves_on(offer: OfferBed) -> None:
+    def fail() -> None:
+        raise RuntimeError("no events were closed")
+
+    offer.events = fail
+    predecessor = offer.given()
+    with pytest.raises(Unavailable, match="serves on"):
+        predecessor.agree()
+    until(lambda: offer.done == ["taken back"], START_S)
+    predecessor.close()
+
+
+def test_a_word_to_go_that_comes_too_late_ends_neither(
+    offer: OfferBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new process has given up when the old one is through with its events."""
+    monkeypatch.setattr(take_over, "GO_S", 0.05)
+    goes = threading.Event()
+    offer.events = lambda: goes.wait(START_S) and None
+    predecessor = offer.given()
+    with pytest.raises(Unavailable, match="serves on"):
+        predecessor.agree()
+    goes.set()
+    until(lambda: offer.done == ["taken back"], START_S)
+    predecessor.close()
+
+
+def test_a_new_process_that_cannot_write_in_the_runtime_folder(node: NodeCommand) -> None:
+    with node.store() as store:
+        store.put("a", b"1")
+    token = paths.socket_token(node.socket)
+    content = token.read_bytes()
+    token.unlink()
+    (token / "in the way").mkdir(parents=True)
+    code, said = node.try_to_replace()
+    assert code != 0, said
+    assert_has(node, {"a": b"1"})
+    (token / "in the way").rmdir()
+    token.rmdir()
+    token.write_bytes(content)
+    node.replace()
+    assert_has(node, {"a": b"1"})
+
+
+def test_beats_go_on_while_a_node_is_given(runtime: Path) -> None:
+    with ExitStack() as stack:
+        master = MasterProcess()
+        stack.callback(master.close)
+        node = NodeCommand("a", "--master", master.address)
+        stack.callback(node.close)
+
+        def heard_s() -> float:
+            (row,) = master.page("/nodes")["nodes"]
+            return time.monotonic() - float(row["silent_s"])
+
+        predecessor = find_predecessor(node.socket)
         assert predecessor is not None
         description, numbers = predecessor.take_what_it_has()
         for number in (description, *numbers):
             os.close(number)
-        assert taken_back.wait(START_S)
-        with pytest.raises(Unavailable, match="serves on"):
-            predecessor.replace()
+        given_s = time.monotonic()
+        # Well before the node takes itself back.
+        until(lambda: heard_s() > given_s + 1.0, take_over.TAKE_S - 1.0)
         predecessor.close()

@@ -752,11 +752,14 @@ Status Server::take_limits(const LimitsByTenant& limits) {
 
 bool Server::check_integrity() {
     auto sound = std::make_shared<bool>(true);
-    bool ran = call_on_loop([this, sound] {
-        for (auto& [tenant, pool] : pools_) *sound = *sound && pool->check_integrity();
-        if (ssd_ != nullptr) *sound = *sound && ssd_->check_integrity();
-        if (events_ != nullptr) *sound = *sound && events_->check_integrity();
-    });
+    if (!prepared_) return false;
+    bool ran = loop_->call(
+        [this, sound] {
+            for (auto& [tenant, pool] : pools_) *sound = *sound && pool->check_integrity();
+            if (ssd_ != nullptr) *sound = *sound && ssd_->check_integrity();
+            if (events_ != nullptr) *sound = *sound && events_->check_integrity();
+        },
+        kCallMs);
     return ran && *sound;
 }
 
