@@ -162,6 +162,7 @@ class Node(ServiceProcess["_native.Server"]):
         self._takes_over = take_over
         self._offer: Offer | None = None
         self._predecessor: Predecessor | None = None  # until we have joined the master
+        self._is_given = False  # to another process, which may not have begun to serve yet
         self._replaced = False  # another process serves; what is ours is its now
         self.addresses = NodeAddresses()
         self._make_server = make_server
@@ -171,7 +172,7 @@ class Node(ServiceProcess["_native.Server"]):
         self._master_spoke = asyncio.Event()
         self._memory_ended = asyncio.Event()
         self._drain: Drain | None = None
-        self._drain_lock = threading.Lock()  # of beginning one
+        self._drain_lock = threading.Lock()  # of beginning one, and of _is_given
         self._will_stop = False  # a drain said so
 
     @property
@@ -222,7 +223,7 @@ class Node(ServiceProcess["_native.Server"]):
         self._offer = Offer(
             path,
             self._facts_for_successor,
-            give=lambda: server.give(),
+            give=lambda: self._give(server),
             take_back=self._take_back,
             close_events=self._close_events,
             let_go=functools.partial(self._let_go, asyncio.get_running_loop()),
@@ -342,6 +343,19 @@ class Node(ServiceProcess["_native.Server"]):
         )
         return facts, [self._claim.lock, *http]
 
+    def _give(self, server: _native.Server) -> tuple[int, Sequence[int]]:
+        # A drain reads the memory of objects, which may be others' once the other process serves.
+        with self._drain_lock:
+            if self._drain is not None and self._drain.is_running:
+                raise Unavailable("it is being drained", operation="node")
+            self._is_given = True
+        try:
+            given: tuple[int, Sequence[int]] = server.give()
+        except BaseException:
+            self._is_given = False
+            raise
+        return given
+
     def _close_events(self) -> None:
         events, self._events = self._events, None
         if events is not None:
@@ -352,6 +366,7 @@ class Node(ServiceProcess["_native.Server"]):
         if server is None:
             return
         server.take_back()
+        self._is_given = False
         assert self._claim is not None
         with _logged("what the other process told of itself may still stand"):
             self._claim.tell_again()
@@ -500,6 +515,8 @@ class Node(ServiceProcess["_native.Server"]):
             name = self.config.node.name
             if self._drain is not None and self._drain.is_running:
                 raise InvalidArgument(f"node {name} is being drained already", operation="drain")
+            if self._is_given:
+                raise Unavailable(f"another process takes over from node {name} now", operation="drain")
             drain = Drain(name, self._server, self._client_of_own, request, peer=peer)
             drain.start()
             self._drain, self._will_stop = drain, request.leave

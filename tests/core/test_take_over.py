@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import os
 import random
 import signal
@@ -19,9 +20,12 @@ import pytest
 
 from moonpool import STORED, Presence
 from moonpool.core.config import paths
+from moonpool.core.config.config import load
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service import take_over
+from moonpool.core.service.drain import DrainRequest
 from moonpool.core.service.http_get import get_json
+from moonpool.core.service.node import Node
 from moonpool.core.service.published_events import local_nodes
 from moonpool.core.service.take_over import VERSION, Facts, Offer, find_predecessor
 from moonpool.core.store.keys import Ranges, block_digests, block_name
@@ -495,3 +499,24 @@ def test_beats_go_on_while_a_node_is_given(runtime: Path) -> None:
         # Well before the node takes itself back.
         until(lambda: heard_s() > given_s + 1.0, take_over.TAKE_S - 1.0)
         predecessor.close()
+
+
+def test_a_node_that_is_given_begins_no_drain(runtime: Path) -> None:
+    """Which would read memory that is another object's once the new process serves."""
+
+    async def run() -> None:
+        node = Node(load(env={}, arguments={"node.dram": 4 << 20, "node.http": "off", "node.listen": "off"}))
+        await node.start()
+        try:
+            predecessor = await asyncio.to_thread(find_predecessor, node.socket)
+            assert predecessor is not None
+            description, numbers = await asyncio.to_thread(predecessor.take_what_it_has)
+            for number in (description, *numbers):
+                os.close(number)
+            with pytest.raises(Unavailable, match="another process takes over"):
+                node.drain(DrainRequest())
+            predecessor.close()
+        finally:
+            await node.stop()
+
+    asyncio.run(run())
