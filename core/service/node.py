@@ -293,7 +293,7 @@ class Node(ServiceProcess["_native.Server"]):
             await asyncio.to_thread(predecessor.agree)
             with _logged("no KV events are published"):
                 self._publish(server, path)
-            await asyncio.to_thread(predecessor.replace)
+            predecessor.replace()  # on this thread: it must not be cut off from what follows
         except BaseException:
             self._close_events()  # whose addresses the running node takes again
             predecessor.close()

@@ -34,6 +34,9 @@ Status MemberProtocol::connected(const std::string& peer, Send send) {
     link_.peer = peer;
     link_.send = std::move(send);
     told_ = false;
+    // Asked first: it waits while another process takes over, and load() then says whether that one has the
+    // node now. A JOIN behind its own would take its place.
+    const bool is_empty = hooks_.is_empty();
     NodeLoad load;
     if (!hooks_.load(load)) return store_is_silent();
     out_.clear();
@@ -42,7 +45,6 @@ Status MemberProtocol::connected(const std::string& peer, Send send) {
     write_identity(w, options_.identity);
     write_load(w, load);
     write_event_endpoints(w, options_.identity);
-    const bool is_empty = hooks_.is_empty();
     w.number(is_empty ? UINT64_MAX : std::min(hooks_.applied(), checked));
     if (!is_empty && !has_joined_ && hooks_.recovered && hooks_.recovered()) w.number(kJoinRecovered);
     finish_frame(out_, at);
