@@ -10,6 +10,7 @@ import random
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from moonpool.core.errors import Error
 
 from . import wire_client as w
 from .store_bed import MIB, TOKEN, assert_serves, until
-from .take_over_bed import given_copies, make_server, replaced
+from .take_over_bed import PATIENCE_S, given_copies, make_server, replaced
 
 KIB = 1 << 10
 HEAD = struct.Struct("<IIQII")  # magic, version, bytes, CRC-32C, 0
@@ -165,19 +166,22 @@ def test_what_is_taken_back_is_as_before(server: _native.Server, path: Path, rng
 
 def test_an_ssd_keeps_its_content(path: Path, tmp_path: Path, rng: random.Random) -> None:
     ssd = [(str(tmp_path), 256 * MIB)]
-    server = make_server(path, ssd=ssd)
+    # All is written at once: what is in memory only goes when something else needs its place.
+    options: dict[str, Any] = {"ssd": ssd, "ssd_clean_share": 1.0}
+    server = make_server(path, **options)
     server.start()
     values = {f"k{i}": rng.randbytes(MIB // 2) for i in range(60)}  # twice the memory
     with Store(str(path), token=TOKEN, timeout_s=30.0) as store:
         for key, value in values.items():
             assert store.put(key, value) == STORED
-            until(lambda: server.metrics()["ssd_writing"] == 0)
+            until(lambda: server.metrics()["ssd_dirty_objects"] == 0, PATIENCE_S)
+            until(lambda: server.metrics()["ssd_writing"] == 0, PATIENCE_S)
         there = [key for key in values if store.exists(key) is Presence.HIT]
         assert len(there) > 40
         removed = there[:5]
         store.remove(removed)
         for _ in range(2):
-            server = replaced(server, path, ssd=ssd)
+            server = replaced(server, path, **options)
             assert server.check_integrity()
             assert set(store.exists(removed)) == {Presence.MISS}
             for key in there[5:]:
