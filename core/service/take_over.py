@@ -243,7 +243,8 @@ class Offer:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="node-take-over", daemon=True)
-        self._callers: set[threading.Thread] = set()
+        self._callers: dict[threading.Thread, socket.socket] = {}
+        self._gives = False  # the node to one of them
         try:
             self._path.unlink(missing_ok=True)
             mask = os.umask(0o177)
@@ -269,7 +270,10 @@ class Offer:
         self._socket.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        for caller in list(self._callers):
+        for caller, connection in list(self._callers.items()):
+            if not self._gives:  # one that only waits to ask is not waited for
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
             if caller is not threading.current_thread():
                 caller.join()
 
@@ -286,7 +290,8 @@ class Offer:
             caller = threading.Thread(
                 target=self._answer, args=(connection,), name="node-successor", daemon=True
             )
-            self._callers = {each for each in self._callers if each.is_alive()} | {caller}
+            self._callers = {each: held for each, held in self._callers.items() if each.is_alive()}
+            self._callers[caller] = connection
             caller.start()
 
     def _answer(self, connection: socket.socket) -> None:
@@ -303,8 +308,12 @@ class Offer:
             try:
                 connection.settimeout(ANSWER_S)
                 socket.send_fds(connection, [msgspec.json.encode(facts)], list(descriptors))
-                if connection.recv(len(GIVE)) == GIVE:
-                    self._hand_over(connection)
+                if connection.recv(len(GIVE)) == GIVE and not self._closed:
+                    self._gives = True
+                    try:
+                        self._hand_over(connection)
+                    finally:
+                        self._gives = False
             finally:
                 self._busy.release()
 

@@ -368,6 +368,7 @@ Status Server::start() {
         return status;
     }
     if (adopts_ && !options_.cluster.master.empty()) make_member();
+    started_ = true;
     running_ = true;
     if (adopts_) {
         post([this] {
@@ -381,7 +382,8 @@ Status Server::start() {
 
 // What prepare() has begun, where start() does not follow.
 void Server::end_prepared() {
-    if (!prepared_.exchange(false)) return;
+    // After start() the first stop() ends it, also while another one waits, or in a child of fork().
+    if (started_ || !prepared_.exchange(false)) return;
     if (listener_ != nullptr) listener_->stop();
     if (relay_ != nullptr) relay_->stop();
     stopping_ = true;

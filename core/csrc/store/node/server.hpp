@@ -223,8 +223,9 @@ class Server {
     std::atomic<bool> stopping_{false};  // of reserve_thread_
     std::atomic<bool> prepared_{false};  // the loop runs
     std::atomic<bool> running_{false};
-    bool serves_ = false;  // of the loop
-    const bool adopts_;    // has, or had, a predecessor
+    std::atomic<bool> started_{false};  // it has run: what prepare() began ends with stop()
+    bool serves_ = false;               // of the loop
+    const bool adopts_;                 // has, or had, a predecessor
     std::atomic<uint64_t> memory_error_{0};
     std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
     std::map<std::string, std::string> ssd_trouble_;  // of the loop: directory -> what was noted
