@@ -1,4 +1,4 @@
-"""A node that is stopped more than once: by several threads, while it writes its disk, in a child of fork()."""
+"""A node that is stopped twice: by several threads, while it writes its disk, and in a child of fork()."""
 
 from __future__ import annotations
 
