@@ -382,7 +382,7 @@ def test_another_release_is_refused_by_its_version(runtime: Path) -> None:
             find_predecessor(path)
 
 
-# ---- who serves
+# ---- which process serves
 
 
 def test_a_successor_that_takes_too_long_learns_that_the_node_serves_on(

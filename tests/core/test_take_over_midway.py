@@ -278,7 +278,7 @@ def test_a_server_that_is_prepared_and_never_started_changes_nothing(
         new = make_server(path, 32, given_copies(server), listen=listen)
         new.prepare()
         assert new.check_integrity()
-        # It answers nobody, neither those that are there nor new ones.
+        # It answers no caller, neither those that are there nor new ones.
         wire.send(w.STAT, request_id=70)
         far.send(w.STAT, request_id=71)
         with w.Wire.dial(path) as later:

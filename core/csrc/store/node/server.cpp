@@ -482,7 +482,7 @@ void Server::stop() {
     (void)reserve_thread_.join();
     (void)loop_->stop();
     connections_.clear();
-    local_.reset();  // who waits to be accepted must learn of the end
+    local_.reset();  // callers that wait to be accepted learn of the end
     prepared_ = false;
     if (ssd_ != nullptr) ssd_->close();
     if (!options_.socket_path.empty()) ::unlink(options_.socket_path.c_str());

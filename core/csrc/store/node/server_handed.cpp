@@ -167,7 +167,7 @@ void Server::open_adopted() {
             drop(connection->fd());
         }
     }
-    // Once more, so that the kernel names this process to those who connect.
+    // Once more, so that the kernel names this process to callers.
     (void)::listen(local_->fd.get(), 128);
     (void)loop_->add(local_->fd.get(), EPOLLIN, local_);
 }
