@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "store/node/connection.hpp"
+#include "store/shared/stripes.hpp"
 
 namespace moonpool {
 
