@@ -606,7 +606,7 @@ TEST_CASE("hostile: a target that answers anything") {
     ListenerOptions door;
     door.addresses = {"127.0.0.1:0"};
     door.token = "secret";
-    Result<std::unique_ptr<Listener>> made = Listener::create(door);
+    Result<std::unique_ptr<Listener>> made = Listener::create(std::move(door));
     REQUIRE(made.ok());
     std::unique_ptr<Listener> listener = std::move(*made);
     transport::PeerInfo self;

@@ -192,7 +192,7 @@ class StandingStill {
         ListenerOptions door;
         door.addresses = {"127.0.0.1:0"};
         door.token = "secret";
-        listener_ = std::move(*Listener::create(door));
+        listener_ = std::move(*Listener::create(std::move(door)));
         listener_->offer(std::string(kServiceEngine),
                          Service{[this](std::string_view) -> Result<std::vector<std::byte>> {
                                      transport::PeerInfo self;
