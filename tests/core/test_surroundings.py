@@ -288,7 +288,7 @@ def test_a_socket_of_another_user_is_called_that(runtime: Path) -> None:
     folder.mkdir(mode=0o700)
     runtime.chmod(0o711)
     script = (
-        "import os, sys, moonpool, moonpool.core.service.control_tls as _\n"
+        "import os, sys, moonpool, moonpool.core.config.config, moonpool.core.service.control_tls as _\n"
         "import moonpool.core.store.store, moonpool._native\n"
         "os.setegid(65534); os.seteuid(65534)\n"
         "try: moonpool.Store(sys.argv[1], token=b'x')\n"
