@@ -51,13 +51,18 @@ def grown(before: dict[str, float], after: dict[str, float], name: str) -> float
     return after.get(name, 0.0) - before.get(name, 0.0)
 
 
+TOGETHER = 6  # prompts; of many a quarter of all blocks may wait to be saved, and then others are not
+
+
 def store(writer: Engine, reader: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """One engine computes the prompts and saves them; the other's own cache is emptied."""
-    answer = writer.call("generate", prompts=prompts)
-    writer.call("drain")
+    answers: list[list[int]] = []
+    for at in range(0, len(prompts), TOGETHER):
+        answers += tokens_of(writer.call("generate", prompts=prompts[at : at + TOGETHER]))
+        writer.call("drain")
     reader.call("drain")  # blocks that are still being saved are in use
     assert reader.call("reset_prefix_cache")
-    return tokens_of(answer)
+    return answers
 
 
 def assert_nothing_left(line: Line, engine: Engine) -> None:
