@@ -51,18 +51,23 @@ def grown(before: dict[str, float], after: dict[str, float], name: str) -> float
     return after.get(name, 0.0) - before.get(name, 0.0)
 
 
-TOGETHER = 6  # prompts; of many a quarter of all blocks may wait to be saved, and then others are not
+STORES_MAX = 5
 
 
 def store(writer: Engine, reader: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """One engine computes the prompts and saves them; the other's own cache is emptied."""
-    answers: list[list[int]] = []
-    for at in range(0, len(prompts), TOGETHER):
-        answers += tokens_of(writer.call("generate", prompts=prompts[at : at + TOGETHER]))
+    """One engine computes the prompts and saves them; the other's own cache is emptied. While a quarter of
+    the engine's blocks is being saved others are left out, by how fast the machine computes and saves: then
+    the prompts are computed again."""
+    for _ in range(STORES_MAX):
+        left_out = counters(writer)["unsaved_blocks_total"]
+        answer = writer.call("generate", prompts=prompts)
         writer.call("drain")
+        if counters(writer)["unsaved_blocks_total"] == left_out:
+            break
+        assert writer.call("reset_prefix_cache")
     reader.call("drain")  # blocks that are still being saved are in use
     assert reader.call("reset_prefix_cache")
-    return answers
+    return tokens_of(answer)
 
 
 def assert_nothing_left(line: Line, engine: Engine) -> None:
