@@ -281,8 +281,7 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
         // it is replaced by now; and only within a space that the caller has opened.
         if (!ask.pinned()) {
             slot = pool_->find(space, ask.name);
-            if (slot == kNoSlot && !over_rate && !resumed_ && only_on_ssd(space, ask.name))
-                on_ssd.push_back(ask.name);
+            if (slot == kNoSlot && !resumed_ && only_on_ssd(space, ask.name)) on_ssd.push_back(ask.name);
         } else if (table.readable(ask.slot, ask.generation) && table.entry(ask.slot).space == space) {
             slot = ask.slot;
         }
