@@ -15,7 +15,7 @@ from moonpool.core.errors import ProtocolError
 from moonpool.core.service.data_tls import EngineTls
 from tests.connectors.vllm.pd.worlds import world
 from tests.core.store_bed import TOKEN
-from tests.core.tls_bed import pem, variables
+from tests.core.tls_bed import pem, set_data_tls
 
 __all__ = ["pem"]
 
@@ -24,14 +24,7 @@ BYTES = 1 << 20
 
 @pytest.fixture(autouse=True)
 def data(pem: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = {
-        "tls_data": "mutual",
-        "tls_cert": pem("master"),
-        "tls_key": pem("test-key"),
-        "tls_ca": pem("authority"),
-    }
-    for name, value in variables(cluster).items():
-        monkeypatch.setenv(name, value)
+    set_data_tls(monkeypatch, pem, "mutual")
     monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", TOKEN.decode())
     monkeypatch.setenv(TRANSPORTS, "tcp")
 

@@ -45,6 +45,18 @@ def variables(cluster: dict[str, str]) -> dict[str, str]:
     return {f"MOONPOOL_CLUSTER_{name.upper()}": value for name, value in cluster.items()}
 
 
+def set_data_tls(monkeypatch: pytest.MonkeyPatch, pem: Callable[[str], str], mode: str) -> None:
+    """Engines of this process take it from their environment. mode: of tls_data."""
+    cluster = {
+        "tls_data": mode,
+        "tls_cert": pem("master"),
+        "tls_key": pem("test-key"),
+        "tls_ca": pem("authority"),
+    }
+    for name, value in variables(cluster).items():
+        monkeypatch.setenv(name, value)
+
+
 class Sniffer:
     """Forwards TCP connections to ``target`` and keeps all that passes."""
 

@@ -12,7 +12,7 @@ import moonpool
 from moonpool.core.errors import ProtocolError
 from moonpool.core.service.data_tls import EngineTls
 from tests.core.store_bed import TOKEN
-from tests.core.tls_bed import MAGIC, Sniffer, pem, variables
+from tests.core.tls_bed import MAGIC, Sniffer, pem, set_data_tls
 
 __all__ = ["pem"]
 
@@ -20,14 +20,7 @@ HOST, P2P, ROOM = "127.0.0.1", "P2PHANDSHAKE", 1 << 16
 
 
 def test_what_travels_is_inside_tls(pem: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = {
-        "tls_data": "on",
-        "tls_cert": pem("master"),
-        "tls_key": pem("test-key"),
-        "tls_ca": pem("authority"),
-    }
-    for name, value in variables(cluster).items():
-        monkeypatch.setenv(name, value)
+    set_data_tls(monkeypatch, pem, "on")
     one, other = TransferEngine(), TransferEngine()
     here, there = np.zeros(ROOM, np.uint8), np.zeros(ROOM, np.uint8)
     here[:] = 7
