@@ -353,10 +353,8 @@ bool Engine::Core::end_calls(std::chrono::steady_clock::time_point end) {
     bool quiet = end_tickets(end);
     // A caller that waited for a ticket has its answer now, and needs a moment to leave.
     auto leave = std::max(end, std::chrono::steady_clock::now() + kLeave);
-    while (calls.load() != 0 && std::chrono::steady_clock::now() < leave) {
-        std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-    quiet = calls.load() == 0 && quiet;
+    // Looked at once in each round: calls that only hear that the engine is closed come and go.
+    quiet = wait_until(leave, [this] { return calls.load() == 0; }) && quiet;
     quiet = end_tickets(end) && quiet;  // of calls that were inside
     quiet = workers.stop(end) && quiet;
     quiet = waiters.stop(end) && quiet;

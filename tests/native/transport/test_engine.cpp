@@ -3,7 +3,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <thread>
+#include <vector>
 
 #include "bed.hpp"
 #include "transport/loopback/target.hpp"
@@ -265,6 +267,22 @@ TEST_CASE("engine: a full inbox refuses, and says so to the sender") {
     CHECK(pair.there->notifications()->size() == 64);
     CHECK(pair.here->notify(pair.segment, "again").ok());
     CHECK(pair.here->notify(pair.segment, large + "x").error().code == Code::kTooLarge);
+}
+
+TEST_CASE("engine: callers that go on asking do not keep it from closing") {
+    for (int round = 0; round < 100; ++round) {
+        auto engine = make_engine(engine_options("here", "loopback"));
+        std::atomic<bool> stop{false};
+        std::vector<std::jthread> callers;
+        for (int i = 0; i < 4; ++i) {
+            callers.emplace_back([&] {
+                while (!stop) (void)engine->poll();
+            });
+        }
+        Status closed = engine->close();
+        stop = true;
+        REQUIRE_MESSAGE(closed.ok(), (closed.ok() ? "" : closed.error().text));
+    }
 }
 
 TEST_CASE("engine: IPv6") {

@@ -283,7 +283,8 @@ class Decode {
         return queue_.empty() && reading_ == 0;
     }
     void close() {
-        CHECK(engine_->close().ok());
+        Status closed = engine_->close();
+        CHECK_MESSAGE(closed.ok(), (closed.ok() ? "" : closed.error().text));
         closed_ = true;
     }
     // Readers that wait for a card wait no more.
