@@ -729,10 +729,7 @@ void SimClient::end_order(const std::shared_ptr<Put>& put) {
         Operation::Outcome outcome = put->outcome;
         if (outcome == Operation::kDone) outcome = outcome_of(*put->call, removal);
         Version later = removal.later()[0];
-        if (later != kNoVersion && outcome != Operation::kUnknown) {
-            return remove_at({host()}, put->call->name, {later},
-                             [this, put, outcome](const auto&) { finish(put->call, outcome); });
-        }
+        if (later != kNoVersion && outcome != Operation::kUnknown) return end_overtaken(put, later);
         if (!put->older) return finish(put->call, outcome);
         // The master had taken it for given up.
         if (put->unanswered || ++put->attempts == kAttemptsMax) return finish(put->call, Operation::kUnknown);
@@ -742,6 +739,26 @@ void SimClient::end_order(const std::shared_ptr<Put>& put) {
         put->steps.emplace(1, PutSteps::Plan{.replace = true});
         go_on(put);
     });
+}
+
+// As Client::remove_overtaken.
+void SimClient::end_overtaken(const std::shared_ptr<Put>& put, Version later) {
+    const size_t only[] = {0};
+    std::vector<NodeItems> others = put->removal->steps->overtaken_at(only);
+    auto left = std::make_shared<size_t>(1 + others.size());
+    auto one = [this, put, left] {
+        if (--*left != 0) return;
+        finish(put->call, put->outcome == Operation::kDone ? outcome_of(*put->call, *put->removal->steps)
+                                                           : put->outcome);
+    };
+    for (const NodeItems& node : others) {
+        remove_at(at(node.member), put->call->name, {later},
+                  [put, node, one](const Result<std::vector<uint8_t>>& flags) {
+                      put->removal->steps->overtaken_told(node, flags);
+                      one();
+                  });
+    }
+    remove_at({host()}, put->call->name, {later}, [one](const auto&) { one(); });
 }
 
 void SimClient::place(const std::shared_ptr<Put>& put) {

@@ -133,6 +133,7 @@ class SimClient final : public Process {
     void one_told(const RemovalRef& removal);
     void end(const std::shared_ptr<Put>& put);
     void end_order(const std::shared_ptr<Put>& put);
+    void end_overtaken(const std::shared_ptr<Put>& put, Version later);
     Operation::Outcome outcome_of(Call& call, const RemovalSteps& removal);
     Version known(const Hash128& hash) const;
     void hear(uint32_t range, Version newest);

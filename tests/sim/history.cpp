@@ -7,7 +7,8 @@ namespace moonpool::sim {
 
 namespace {
 
-constexpr Micros kBeat = 300 * kMs;  // and what follows it
+constexpr Micros kBeat = 300 * kMs;    // and what follows it
+constexpr Micros kWaited = 100 * kMs;  // an operation that lasts longer
 
 std::string seconds(Micros at) {
     std::string text = std::to_string(at / kMs);
@@ -18,6 +19,7 @@ std::string seconds(Micros at) {
 struct Value {
     const Operation* write = nullptr;
     Micros first_end = UINT64_MAX, last_begin = 0;
+    Micros settled_begin = 0;      // the same of the write, and of reads that began after its end
     Micros in_force = UINT64_MAX;  // from the end of its acknowledged write on it is the last one
 
     void add(const Operation& o) {
@@ -25,12 +27,17 @@ struct Value {
             first_end = std::min(first_end, o.end);
         last_begin = std::max(last_begin, o.begin);
     }
-    bool before(const Value& other) const { return first_end < other.last_begin; }
     bool removal() const { return write != nullptr && write->kind == Operation::kRemove; }
 };
 
 bool acknowledged(const Operation& write) {
     return !write.forgotten && (write.outcome == Operation::kDone || write.outcome == Operation::kPartly);
+}
+
+// A read of a value. A node that is out of touch gives its own host what it has.
+bool is_counted_read(const Operation& o, Micros healed) {
+    return o.kind == Operation::kGet && o.outcome == Operation::kDone && o.value != 0 &&
+           !(o.away && o.begin < healed);
 }
 
 std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation*>& operations,
@@ -39,9 +46,7 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
     for (const Operation* o : operations) {
         if (o->outcome == Operation::kNothing || o->kind == Operation::kPin) continue;
         bool read = o->kind == Operation::kGet;
-        if (read && (o->outcome != Operation::kDone || o->value == 0)) continue;
-        // A node that is out of touch gives its own host what it has.
-        if (read && o->away && o->begin < healed) continue;
+        if (read && !is_counted_read(*o, healed)) continue;
         Value& value = values[o->value];
         value.add(*o);
         if (!read) value.write = o;
@@ -49,12 +54,20 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
     for (auto& [number, value] : values) {
         if (value.write == nullptr || value.first_end < value.write->begin)
             return Finding{Finding::kOtherBytes, "a value was read that no client had written", key};
+        value.settled_begin = value.write->begin;
         // Some nodes may have what it removes until everything is well again.
         if (value.write->outcome == Operation::kPartly) value.first_end = std::max(value.first_end, healed);
         if (acknowledged(*value.write)) value.in_force = std::max(value.first_end, value.write->end);
         // Copies that were stored while it waited go with the next beat of their nodes.
         if (value.removal() && value.in_force != UINT64_MAX && value.write->end - value.write->begin > kBeat)
             value.in_force += kBeat;
+    }
+    // Reads of a value within its own write order nothing.
+    for (const Operation* o : operations) {
+        auto value = values.find(o->value);
+        if (value == values.end() || !is_counted_read(*o, healed)) continue;
+        if (o->begin >= value->second.write->end)
+            value->second.settled_begin = std::max(value->second.settled_begin, o->begin);
     }
     for (auto a = values.begin(); a != values.end(); ++a) {
         // A write without an acknowledgement may take effect at any time.
@@ -66,11 +79,18 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
                 (old.write->kind == Operation::kPut || next.write->kind == Operation::kPut))
                 continue;
             if (next.in_force < old.write->begin) continue;  // that is the earlier one
-            if (!old.before(next) || next.in_force >= old.last_begin) continue;
+            const bool removed = next.removal();
+            const Micros last_begin = removed ? old.last_begin : old.settled_begin;
+            if (old.first_end >= (removed ? next.last_begin : next.settled_begin)) continue;
+            // A put that waited for a node that stood still: that node tells of it once it has joined again.
+            const bool is_fresh = removed && old.write->kind == Operation::kPut &&
+                                  old.write->end - old.write->begin > kWaited &&
+                                  old.write->end + kBeat > next.write->begin;
+            if (next.in_force + (is_fresh ? kBeat : 0) >= last_begin) continue;
             std::string what =
                 "k" + std::to_string(key) + ": value " + std::to_string(a->first) + " was read after ";
-            bool for_ever = old.last_begin >= healed;
-            if (next.removal()) {
+            bool for_ever = last_begin >= healed;
+            if (removed) {
                 what += "its removal from " + seconds(next.write->begin) + " to " + seconds(next.write->end) +
                         " was acknowledged";
                 return Finding{Finding::kRemovedValue, what, key, for_ever};

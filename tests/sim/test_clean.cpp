@@ -311,3 +311,15 @@ TEST_CASE("sim: a seed is one history") {
         CHECK(to_text(first.history[i]) == to_text(second.history[i]));
     }
 }
+
+// 3102443: of two replacements of one client at the same time the other node stored the earlier one when the
+// later one had ended, as its own node stood still: the client removes it there, too.
+TEST_CASE("sim: a replacement that another node stored after a later one is removed there by its client") {
+    Conditions c = clean_conditions();
+    c.full = 20;
+    c.restarts = c.cuts = 1;
+    c.stops = 2;
+    c.disks = true;
+    Search found = search(3102443, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}

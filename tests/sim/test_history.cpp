@@ -56,6 +56,26 @@ TEST_CASE("sim history: while a replacement is under way either value may be rea
     CHECK_FALSE(check({one, two, read(2, 30), read(1, 61)}, 1000));
 }
 
+TEST_CASE("sim history: reads of a value within its own write do not order it") {
+    // The later one ends first, and the client that writes the earlier one reads its own.
+    Operation early = op(Operation::kReplace, 1, 0, 50), late = op(Operation::kReplace, 2, 10, 12);
+    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 1); };
+    CHECK_FALSE(check({early, late, read(1, 45), read(2, 60), read(2, 70)}, 1000));
+    CHECK(check({early, late, read(1, 51), read(2, 60)}, 1000));
+    CHECK(check({early, late, read(2, 51), read(1, 60)}, 1000));
+}
+
+TEST_CASE("sim history: a put that waited, and ended within a beat of its removal, may be read for a beat") {
+    Operation put = op(Operation::kPut, 1, 0, 200 * kMs);
+    auto removal = [](Micros begin) { return op(Operation::kRemove, 2, begin, begin + 10 * kMs); };
+    auto read = [](Micros begin) { return op(Operation::kGet, 1, begin, begin + kMs); };
+    CHECK_FALSE(check({put, removal(400 * kMs), read(700 * kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(400 * kMs), read(711 * kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(501 * kMs), read(600 * kMs)}, 10 * kSecond));
+    put.begin = 150 * kMs;  // it did not wait
+    CHECK(check({put, removal(400 * kMs), read(700 * kMs)}, 10 * kSecond));
+}
+
 TEST_CASE("sim history: puts without replace need no order, removals of them do") {
     Operation one = op(Operation::kPut, 1, 0, 10), two = op(Operation::kPut, 2, 20, 30);
     Operation removal = op(Operation::kRemove, 3, 40, 50);

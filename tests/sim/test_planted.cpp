@@ -156,7 +156,7 @@ TEST_CASE("sim, planted: a former owner that goes on when its standby has taken 
 }
 
 TEST_CASE("sim, planted: a node that puts what is older than a replacement it was told of") {
-    expect_found({.older_taken = true}, with_late_replacements(), kSeeds, 220);
+    expect_found({.older_taken = true}, with_late_replacements(), kSeeds, 1045);
 }
 
 TEST_CASE("sim, planted: a client that tells no second node") {

@@ -1,6 +1,7 @@
 // Saves from a card while the pool does not answer: blocks are free when the ring has them, loads still find
 // slots, and close() has an end. And a driver that refuses to say whether copies are over.
 #include <doctest/doctest.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -34,6 +35,10 @@ struct SilentNode {
     ~SilentNode() {
         std::filesystem::remove(path);
         ::close(listener);
+    }
+    bool is_asked(std::chrono::milliseconds within) const {
+        pollfd caller{listener, POLLIN, 0};
+        return ::poll(&caller, 1, static_cast<int>(within.count())) == 1;
     }
     ClientOptions options() const {
         ClientOptions options;
@@ -123,6 +128,7 @@ TEST_CASE("device kv: close() puts what is in the ring until its limit, and refu
         Client unanswered(silent->options());
         Saving saving(*kv, unanswered, kShape, 4, must(kv->mark(cache.stream())));
         CHECK(saving.is_staged(20s));
+        CHECK(silent->is_asked(20s));
         std::future<Status> closed = std::async(std::launch::async, [&] { return kv->close(0); });
         CHECK(closed.wait_for(50ms) == std::future_status::timeout);  // the put under way
         silent.reset();

@@ -273,6 +273,8 @@ class Client {
     void remove_left_here(std::span<const std::string_view> names, RemovalSteps& removal);
     void end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,
                          PutReport& report);
+    void remove_overtaken(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> items,
+                          RemovalSteps& removal);
     PutHow how(const PutOptions& options, const PutReport& report, bool is_copy);
     PutHow how(const PutOptions& options, bool ack);
     void find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);

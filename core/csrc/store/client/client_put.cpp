@@ -399,25 +399,53 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
     for (const PutItem& item : items) names.push_back(item.name);
     remove_left_here(names, removal);
     end_removal(pool, names, removal);
-    names.clear();
-    std::vector<Version> versions;
+    std::vector<size_t> overtaken;
     report.unsure.clear();
     for (size_t i = 0; i < items.size(); ++i) {
         const bool is_void = removal.later()[i] != kNoVersion && is_free(removal.taken(i)) &&
                              report.outcomes[i] != PutOutcome::kRefused;
-        if (is_void) {
-            report.outcomes[i] = PutOutcome::kStored;
-            names.push_back(items[i].name);
-            versions.push_back(removal.later()[i]);
-        }
+        if (!is_void) continue;
+        report.outcomes[i] = PutOutcome::kStored;
+        overtaken.push_back(i);
+    }
+    remove_overtaken(pool, names, overtaken, removal);
+    for (size_t i = 0; i < items.size(); ++i) {
         // Also where a node took it for older: nodes that were not told may have what was there before.
         if (report.outcomes[i] == PutOutcome::kStored && !removal.unsure(i).empty()) {
             report.unsure.resize(items.size());
             report.unsure[i] = removal.unsure(i);
         }
     }
+}
+
+// New bytes that a later change had voided when they arrived: the master has them removed a moment later, in
+// which clients would read them.
+void Client::remove_overtaken(Pool& pool, std::span<const std::string_view> names,
+                              std::span<const size_t> items, RemovalSteps& removal) {
+    if (items.empty()) return;
+    auto pick = [&](std::span<const size_t> which, std::vector<std::string_view>& keys,
+                    std::vector<Version>& versions) {
+        for (size_t i : which) {
+            keys.push_back(names[i]);
+            versions.push_back(removal.later()[i]);
+        }
+    };
+    std::vector<std::string_view> keys;
+    std::vector<Version> versions;
+    pick(items, keys, versions);
     std::vector<RemovedManifest> none;
-    if (!names.empty()) (void)own_.remove_older(names, versions, none);
+    (void)own_.remove_older(keys, versions, none);
+    Mutex merging;
+    std::vector<Group> others = removal.overtaken_at(items);
+    each(others, [&](Group& group) {
+        std::vector<std::string_view> some;
+        std::vector<Version> later;
+        std::vector<RemovedManifest> unused;
+        pick(group.items, some, later);
+        Result<std::vector<uint8_t>> flags = node(pool, group.member)->remove_older(some, later, unused);
+        MutexLock lock(merging);
+        removal.overtaken_told(group, flags);
+    });
 }
 
 // What the own node had where it refused the new bytes, as it is full of what is pinned: its clients would

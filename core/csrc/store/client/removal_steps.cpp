@@ -267,4 +267,26 @@ void RemovalSteps::ended(const Result<std::vector<Version>>& last) {
     }
 }
 
+std::vector<NodeItems> RemovalSteps::overtaken_at(std::span<const size_t> items) const {
+    std::map<NodeId, NodeItems> nodes;
+    for (size_t i : items) {
+        for (NodeId id : done_.placed[i]) {
+            const Member* member = id == own_id_ ? nullptr : members_->find(id);
+            if (member == nullptr) continue;
+            NodeItems& node = nodes.try_emplace(id, NodeItems{*member, {}}).first->second;
+            if (node.items.empty() || node.items.back() != i) node.items.push_back(i);
+        }
+    }
+    std::vector<NodeItems> all;
+    for (auto& [id, node] : nodes) all.push_back(std::move(node));
+    return all;
+}
+
+void RemovalSteps::overtaken_told(const NodeItems& node, const Result<std::vector<uint8_t>>& flags) {
+    if (flags) return;
+    for (size_t i : node.items) {
+        doubt(i, "node " + node.member.identity.name + " on " + node.member.identity.host_id);
+    }
+}
+
 }  // namespace moonpool

@@ -89,6 +89,10 @@ class RemovalSteps {
     void ended(const Result<std::vector<Version>>& last);
     // Of each key, after kEnd: the version of a later removal or replacement; kNoVersion: there was none.
     const std::vector<Version>& later() const { return later_; }
+    // After kEnd, of a replacement: the other nodes where new bytes of these keys are that are void, as there
+    // was a later one. They are told to remove what is older than later(), at the same time.
+    std::vector<NodeItems> overtaken_at(std::span<const size_t> items) const;
+    void overtaken_told(const NodeItems& node, const Result<std::vector<uint8_t>>& flags);
 
     // The master and a node know of it: the removal holds, whichever of them ends now.
     bool acknowledged() const { return acknowledged_; }
