@@ -138,7 +138,11 @@ def needed_blocks(here: BlockIds, there: BlockIds) -> tuple[BlockIds, BlockIds]:
 def ranges_of(
     tables: Sequence[Table], here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """(addresses here, addresses there, lengths) of blocks, whose ids are given per group."""
+    """(addresses here, addresses there, lengths) of blocks, whose ids are given per group.
+
+    One block after the other: with tokens before heads, the ranges of a block follow one another on one side,
+    and the transfer engine moves them as one.
+    """
     columns: list[tuple[Addresses, Addresses, Addresses]] = []
     for table in tables:
         ours, theirs = here[table.group], there[table.group]
@@ -149,9 +153,9 @@ def ranges_of(
             ours, theirs, counts = _runs(ours, theirs)
         columns.append(
             (
-                (table.here + _u64(ours) * table.here_stride).ravel(),
-                (table.there + _u64(theirs) * table.there_stride).ravel(),
-                (_u64(counts) * table.length).ravel(),
+                (table.here + _u64(ours) * table.here_stride).T.ravel(),
+                (table.there + _u64(theirs) * table.there_stride).T.ravel(),
+                (_u64(counts) * table.length).T.ravel(),
             )
         )
     if len(columns) == 1:

@@ -255,6 +255,70 @@ TEST_CASE("transport: pages that their owner took away without a word cost the s
     });
 }
 
+TEST_CASE("transport: ranges with gaps of every size between them, as of heads within tokens") {
+    each_transport([](const std::string& transport) {
+        each_kinds(transport, [&](MemoryKind mine_kind, MemoryKind their_kind) {
+            Random random(306);
+            Pair pair(transport);
+            constexpr size_t kSize = 2 * kMiB, kCount = 90;
+            Memory mine(*pair.here, kSize, mine_kind), theirs(*pair.there, kSize, their_kind);
+            mine.fill(random);
+            theirs.fill(random);
+            std::vector<std::byte> a = mine.bytes(), b = theirs.bytes();
+            for (auto [size, gap] : {std::pair{512ul, 0ul},
+                                     {1ul, 1ul},
+                                     {2048ul, 6144ul},
+                                     {4096ul, 8192ul},
+                                     {4096ul, 8193ul},
+                                     {1000ul, 3000ul}}) {
+                CAPTURE(size);
+                CAPTURE(gap);
+                for (auto [mine_gap, their_gap] : {std::pair{0ul, gap}, {gap, 0ul}, {gap, gap}}) {
+                    for (Direction direction : {Direction::kRead, Direction::kWrite}) {
+                        std::vector<Slice> slices;
+                        for (size_t i = 0; i < kCount; ++i) {
+                            const size_t at = i * (size + mine_gap), place = i * (size + their_gap);
+                            slices.push_back(
+                                {mine.address() + at, theirs.address() + place, size, direction});
+                            const bool write = direction == Direction::kWrite;
+                            std::memcpy(write ? &b[place] : &a[at], write ? &a[at] : &b[place], size);
+                        }
+                        REQUIRE(*pair.transfer(slices) == kCount * size);
+                        REQUIRE(mine.bytes() == a);
+                        REQUIRE(theirs.bytes() == b);
+                    }
+                }
+            }
+        });
+    });
+}
+
+TEST_CASE("transport: pages between the ranges of a batch that no one may read cost no slice") {
+    each_host_transport([](const std::string& transport) {
+        if (transport == "rdma" || transport == "efa") return;  // a NIC has pinned them
+        Random random(307);
+        Pair pair(transport);
+        constexpr size_t kSize = 64 * 4096;
+        Memory mine(*pair.here, kSize, MemoryKind::kHost);
+        auto* pages = static_cast<std::byte*>(
+            ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        random.fill(pages, kSize);
+        auto address = reinterpret_cast<uint64_t>(pages);
+        REQUIRE(pair.there->register_region(address, kSize, "").ok());
+        std::vector<Slice> slices;
+        std::vector<std::byte> truth = mine.bytes();
+        for (size_t i = 0; i < 64; i += 2) {
+            slices.push_back({mine.address() + i * 2048, address + i * 4096, 4096, Direction::kRead});
+            std::memcpy(&truth[i * 2048], pages + i * 4096, 4096);
+        }
+        for (size_t i = 1; i < 64; i += 6) REQUIRE(::mprotect(pages + i * 4096, 4096, PROT_NONE) == 0);
+        REQUIRE(*pair.transfer(slices) == slices.size() * 4096);
+        CHECK(mine.bytes() == truth);
+        REQUIRE(pair.there->deregister_region(address).ok());
+        ::munmap(pages, kSize);
+    });
+}
+
 TEST_CASE("transport: regions registered later are found, deregistered ones are gone at once") {
     each_transport([](const std::string& transport) {
         each_kinds(transport, [&](MemoryKind mine_kind, MemoryKind their_kind) {

@@ -22,8 +22,10 @@
 #include <cerrno>
 #include <cstring>
 #include <optional>
+#include <span>
 
 #include "base/copy.hpp"
+#include "transport/shm/call_ranges.hpp"
 
 namespace moonpool::transport::shm {
 
@@ -222,6 +224,7 @@ class Link::Carrier {
     struct Piece {
         size_t slice;
         bool last;  // of its slice
+        const Place* place;
     };
 
     Status carry(size_t i) {
@@ -286,7 +289,7 @@ class Link::Carrier {
                 local_.push_back({local, n});
                 remote_.push_back({reinterpret_cast<void*>(slice.remote + at), n});
                 at += n;
-                pieces_.push_back({i, at == slice.length});
+                pieces_.push_back({i, at == slice.length, place});
             }
         } while (at < slice.length && job_.is_waiting(i));
         return success();
@@ -351,14 +354,22 @@ class Link::Carrier {
     Status flush() {
         size_t at = 0;
         while (at < local_.size()) {
-            auto count = static_cast<unsigned long>(local_.size() - at);
+            // What lies between two pieces is read where that is in a region which both are in.
+            const auto bridges = [&](size_t i) {
+                return !write_ && pieces_[at + i].place == pieces_[at + i + 1].place;
+            };
+            ranges_.build(std::span(local_).subspan(at), std::span(remote_).subspan(at), bridges);
+            const std::span<const iovec> here = ranges_.here(), there = ranges_.there();
+            const pid_t process = link_.client_.process();
             ssize_t n =
-                write_
-                    ? ::process_vm_writev(link_.client_.process(), &local_[at], count, &remote_[at], count, 0)
-                    : ::process_vm_readv(link_.client_.process(), &local_[at], count, &remote_[at], count, 0);
+                write_ ? ::process_vm_writev(process, here.data(), here.size(), there.data(), there.size(), 0)
+                       : ::process_vm_readv(process, here.data(), here.size(), there.data(), there.size(), 0);
             if (n > 0) {
+                const size_t first = at;
                 auto left = static_cast<size_t>(n);
-                while (at < local_.size() && left >= local_[at].iov_len) {
+                while (at < local_.size()) {
+                    left -= std::min(left, ranges_.gap(at - first));
+                    if (left < local_[at].iov_len) break;
                     left -= local_[at].iov_len;
                     // Not done when an earlier piece of it has failed.
                     if (pieces_[at].last && job_.is_waiting(pieces_[at].slice)) done(pieces_[at].slice);
@@ -423,6 +434,7 @@ class Link::Carrier {
     std::optional<Error> unmapped_;             // why such a slice's region was not mapped
     std::vector<iovec> local_, remote_;
     std::vector<Piece> pieces_;
+    CallRanges ranges_;
 };
 
 Status Link::run(Job& job) { return Carrier(*this, job).run(); }

@@ -22,9 +22,19 @@ def test_equal_layouts_read_runs_of_blocks_at_once() -> None:
     pairs = pair_rows(columns, rows, there)
     assert len(pairs) == 2  # a layer each: its heads lie side by side
     here, remote, lengths = ranges_of(tables_of(pairs), [[3, 4, 5, 9]], [[7, 8, 9, 1]])
-    assert here.tolist() == [1192, 1576, 2192, 2576]
-    assert remote.tolist() == [51448, 51064, 52448, 52064]
-    assert lengths.tolist() == [192, 64, 192, 64]
+    assert here.tolist() == [1192, 2192, 1576, 2576]
+    assert remote.tolist() == [51448, 52448, 51064, 52064]
+    assert lengths.tolist() == [192, 192, 64, 64]
+
+
+def test_ranges_of_a_block_follow_one_another() -> None:
+    # Two tokens of two heads each; the other engine's worker has one of the heads.
+    tokens = [(0, 32, 8), (16, 32, 8)]
+    pairs = pair_rows(ONE, [tokens], [[(100, 16, 16)]])
+    here, there, lengths = ranges_of(tables_of(pairs), [[1, 2]], [[1, 2]])
+    assert here.tolist() == [32, 48, 64, 80]
+    assert there.tolist() == [116, 124, 132, 140]
+    assert lengths.tolist() == [8, 8, 8, 8]
 
 
 def test_a_run_must_be_one_on_both_sides() -> None:
