@@ -31,6 +31,8 @@ const LogId& Log::id() const { return parts_->state.superblock.id; }
 std::span<const std::byte> Log::area() const { return parts_->area; }
 const char* Log::io_name() const { return parts_->io.queue_name(); }
 std::string Log::io_reason() const { return parts_->io.queue_reason(); }
+void Log::step(bool wait) { parts_->step(wait); }
+bool Log::is_stepped() const { return parts_->state.options.stepping.has_value(); }
 
 // Callers keep the number for as long as they use the space: a number is given to another identity only
 // after leave_space(), and after the last object of the space has gone.
@@ -401,9 +403,14 @@ void Log::Parts::close() {
         MutexLock lock(state.mutex);
         state.closing = true;
     }
-    if (!thread.started()) return;
-    io.wake();
-    (void)thread.join();
+    if (thread.started()) {
+        io.wake();
+        (void)thread.join();
+    } else if (io.is_open() && state.options.stepping) {
+        run();
+    } else {
+        return;
+    }
     io.close_file();  // another may have the directory now; no thread submits to the queue any more
 }
 
@@ -412,37 +419,46 @@ void Log::Parts::close() {
 // have ended. The decision to sleep is made under the mutex, so that no caller can add work between the
 // look and the wait.
 void Log::Parts::run() {
-    for (;;) {
-        bool closing = take_inbox();
-        write_area();
-        if (closing) {
-            reader.refuse();
-            writer.refuse();
-            reclaimer.stop_copying();
-        }
-        reader.start();
-        reclaimer.step();
-        writer.queue_removals();
-        writer.append_writes();
-        io.sync_when_due();
-        io.step_barriers();
-        tell_gone();
-        int wait_ms = 0;
-        {
-            MutexLock lock(state.mutex);
-            bool more = !state.read_inbox.empty() || !state.write_inbox.empty() ||
-                        !state.area_inbox.empty() || state.closing != closing;
-            // Removals that are queued while a record of them is on its way go with the next one, at its
-            // end.
-            more |= !state.removals.empty() && !writer.removals_in_flight() && !state.read_only;
-            if (!more) {
-                state.sleeping = true;
-                wait_ms = static_cast<int>(std::clamp<uint32_t>(state.options.sync_ms, 1, 1000));
-            }
-        }
-        if (closing && finished()) break;
-        io.reap(wait_ms);
+    while (std::optional<int> wait_ms = turn()) io.reap(*wait_ms);
+}
+
+std::optional<int> Log::Parts::turn() {
+    bool closing = take_inbox();
+    write_area();
+    if (closing) {
+        reader.refuse();
+        writer.refuse();
+        reclaimer.stop_copying();
     }
+    reader.start();
+    reclaimer.step();
+    writer.queue_removals();
+    writer.append_writes();
+    io.sync_when_due();
+    io.step_barriers();
+    tell_gone();
+    int wait_ms = 0;
+    {
+        MutexLock lock(state.mutex);
+        bool more = !state.read_inbox.empty() || !state.write_inbox.empty() || !state.area_inbox.empty() ||
+                    state.closing != closing;
+        // Removals that are queued while a record of them is on its way go with the next one, at its end.
+        more |= !state.removals.empty() && !writer.removals_in_flight() && !state.read_only;
+        if (!more) {
+            state.sleeping = true;
+            wait_ms = static_cast<int>(std::clamp<uint32_t>(state.options.sync_ms, 1, 1000));
+        }
+    }
+    if (closing && finished()) return std::nullopt;
+    return wait_ms;
+}
+
+void Log::Parts::step(bool wait) {
+    io.reap(0);
+    while (turn() == 0) io.reap(0);
+    if (!wait) return;
+    io.reap(1);
+    while (turn() == 0) io.reap(0);
 }
 
 // Moves what callers have given to the thread's own queues.

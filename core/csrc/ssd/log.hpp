@@ -19,12 +19,23 @@
 
 #include "base/result.hpp"
 #include "base/xxh3.hpp"
+#include "io/queue.hpp"
 #include "ssd/file.hpp"
 
 namespace moonpool::ssd {
 
 inline constexpr const char* kLogFile = "moonpool.ssd";
 inline constexpr uint32_t kSegmentsMin = 8;
+
+// For a caller that simulates time (tests/sim). Such a log has neither a thread nor a clock: it works in
+// Log::step() alone, on the caller's thread, and recovers and closes there, too. Production gives none, and
+// pays a comparison where a log opens, closes, or looks whether a sync is due.
+struct Stepping {
+    // Its wake() tells the caller that step() has something to do. reap() with a time to wait must end one of
+    // the operations in flight, if there is any.
+    std::function<std::unique_ptr<io::Queue>()> queue;
+    std::function<uint64_t()> now_ms;
+};
 
 struct LogOptions {
     std::string directory;
@@ -38,6 +49,7 @@ struct LogOptions {
     uint32_t sync_ms = 1000;    // what was written is made safe against a power failure this often
     std::shared_ptr<std::atomic<uint64_t>> sequence;  // shared by the logs of one node
     OpenFile open;                                    // empty: open_file
+    std::optional<Stepping> stepping;                 // none: the log has a thread
     // Objects that the log no longer has though no caller removed them; on the log's thread.
     std::function<void(const std::vector<Hash128>&)> on_gone;
 };
@@ -125,6 +137,11 @@ class Log {
     // Of a directory that is not used any more (ssd_off): what it held, and forgets from now on. Looks at no
     // more than `scan` entries.
     std::vector<Hash128> take_lost(uint32_t scan);
+
+    // With Stepping: does what is queued, and calls back what has ended; wait: once more after an operation
+    // has ended.
+    void step(bool wait = false);
+    bool is_stepped() const;
 
     // Finishes what was begun and seals the log; what still waits is refused. Idempotent.
     void close();

@@ -14,6 +14,10 @@ std::shared_ptr<std::byte> shared_block(uint64_t bytes) {
 Status LogIo::open_queue() {
     const LogOptions& options = log_.options;
     uint32_t depth = 2 * options.depth + 8;  // reads, writes, and what goes with segments
+    if (options.stepping) {
+        queue_ = options.stepping->queue();
+        return success();
+    }
     if (options.io != "threads") {
         Result<std::unique_ptr<io::Queue>> ring = Error{Code::kUnavailable, "this file has no descriptor"};
         if (file_->fd() >= 0) ring = io::ring_queue(depth);
@@ -93,13 +97,13 @@ void LogIo::sync_file(Ended done) {
 }
 
 void LogIo::sync_when_due() {
-    if (!dirty_ || sync_in_flight_ || now_ms() - synced_ms_ < log_.options.sync_ms) return;
+    if (!dirty_ || sync_in_flight_ || time_ms() - synced_ms_ < log_.options.sync_ms) return;
     dirty_ = false;
     sync_in_flight_ = true;
     after_writes([this] {
         sync_file([this](int) {
             sync_in_flight_ = false;
-            synced_ms_ = now_ms();
+            synced_ms_ = time_ms();
         });
     });
 }

@@ -24,6 +24,7 @@ class LogIo {
     LogIo(LogState& log, std::unique_ptr<File> file) : log_(log), file_(std::move(file)) {}
 
     File& file() { return *file_; }
+    bool is_open() const { return file_ != nullptr; }
     // io_uring or threads, as the options say; the error says what to do instead.
     Status open_queue();
     const char* queue_name() const { return queue_->name(); }
@@ -40,7 +41,7 @@ class LogIo {
     void step_barriers();
     // What was written is safe against a power failure when `done` is called with 0.
     void sync_file(Ended done);
-    void begin_sync_clock() { synced_ms_ = now_ms(); }
+    void begin_sync_clock() { synced_ms_ = time_ms(); }
     void sync_when_due();  // every sync_ms, when something was written
     // Waits for at most wait_ms, and calls back what has ended.
     void reap(int wait_ms);
@@ -53,6 +54,8 @@ class LogIo {
         uint64_t after = 0;  // tag of a write
         std::function<void()> run;
     };
+
+    uint64_t time_ms() const { return log_.options.stepping ? log_.options.stepping->now_ms() : now_ms(); }
 
     LogState& log_;
     std::unique_ptr<File> file_;

@@ -136,7 +136,8 @@ Status Log::Parts::start() {
         index.set_owner(space, state.owner_of(identity));
         return space;
     };
-    recovery = recover(io.file(), state.superblock, state.slots, state.options.records_max, index, space_of);
+    recovery = recover(io.file(), state.superblock, state.slots, state.options.records_max, index, space_of,
+                       state.options.stepping ? 1 : kRecoveryThreads);
     {
         MutexLock lock(state.mutex);
         state.index = std::move(index);
@@ -153,6 +154,7 @@ Status Log::Parts::start() {
     }
     io.begin_sync_clock();
     direct = io.file().direct();
+    if (state.options.stepping) return success();
     return thread.start("mp-ssd", [this] { run(); });
 }
 

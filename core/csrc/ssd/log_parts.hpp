@@ -30,8 +30,10 @@ struct Log::Parts {
     Status start();  // recovers what is on the disk, and starts the thread
     void close();
 
-    // On the thread.
+    // On the thread, or the stepping caller's.
     void run();
+    std::optional<int> turn();  // -> for how many ms it may wait for I/O then; none: the log is closed
+    void step(bool wait);
     bool take_inbox();  // -> whether the log is closing
     bool finished();
     void tell_gone();

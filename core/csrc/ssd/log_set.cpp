@@ -7,6 +7,7 @@
 #include "ssd/log_set.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <future>
 #include <random>
@@ -25,17 +26,19 @@ uint64_t random_number() {
     return (uint64_t{random()} << 32 | random()) | 1;
 }
 
-// Calls begin(done) and waits; false: it was refused, or failed.
+// Calls begin(done) and waits for the log; false: it was refused, or failed.
 template <class Begin>
-bool wait_for(Begin begin) {
+bool wait_for(Log& log, Begin begin) {
     auto promise = std::make_shared<std::promise<Outcome>>();
     std::future<Outcome> future = promise->get_future();
     if (!begin([promise](Outcome outcome) { promise->set_value(outcome); })) return false;
+    while (log.is_stepped() && future.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
+        log.step(true);
     return future.get() == Outcome::kDone;
 }
 
 bool sync_and_wait(Log& log) {
-    return wait_for([&](Done done) {
+    return wait_for(log, [&](Done done) {
         log.sync(std::move(done));
         return true;
     });
@@ -243,7 +246,8 @@ std::vector<std::byte> LogSet::block_of(size_t i) const {
 }
 
 bool LogSet::write_and_wait(size_t i, uint32_t block, std::span<const std::byte> bytes) {
-    return wait_for([&](Done done) { return logs_[i]->write_area(block, bytes, std::move(done)); });
+    return wait_for(*logs_[i],
+                    [&](Done done) { return logs_[i]->write_area(block, bytes, std::move(done)); });
 }
 
 // The filter first: a block that names one vouches for all of it. False when one of them failed; it is out

@@ -1,4 +1,5 @@
-// Two passes over the segments, each by up to 8 threads, and one thread between and behind them.
+// Two passes over the segments, each by up to 8 threads (one, where the log is stepped), and one thread
+// between and behind them.
 //
 //   1. header and footer of each segment: two blocks
 //      between: which segments count (numbers from the tail on)
@@ -34,7 +35,6 @@ namespace moonpool::ssd {
 
 namespace {
 
-constexpr uint32_t kThreads = 8;
 constexpr uint64_t kReadBytes = 1u << 20;
 
 struct FreeMemory {
@@ -55,12 +55,14 @@ Hash128 hash_of(const Record& record) {
 
 class Scanner {
    public:
-    Scanner(File& file, const Superblock& superblock, uint32_t slots, Index& index, const SpaceOf& space)
+    Scanner(File& file, const Superblock& superblock, uint32_t slots, Index& index, const SpaceOf& space,
+            uint32_t threads)
         : file_(file),
           superblock_(superblock),
           slots_(slots),
           index_(index),
           space_(space),
+          threads_(threads),
           headers_(slots),
           footers_(slots),
           numbers_(slots, 0),
@@ -130,7 +132,7 @@ class Scanner {
             for (uint32_t slot; (slot = next.fetch_add(1)) < slots_;) f(slot);
         };
         std::vector<std::thread> threads;
-        for (uint32_t i = 1; i < std::min(kThreads, slots_); ++i) threads.emplace_back(work);
+        for (uint32_t i = 1; i < std::min(threads_, slots_); ++i) threads.emplace_back(work);
         work();
         for (std::thread& thread : threads) thread.join();
     }
@@ -321,6 +323,7 @@ class Scanner {
     uint32_t slots_;
     Index& index_ GUARDED_BY(mutex_);
     const SpaceOf& space_;
+    const uint32_t threads_;
 
     // Written by one thread for each slot, or between the two passes; read after that.
     std::vector<std::optional<SegmentHeader>> headers_;
@@ -343,8 +346,8 @@ class Scanner {
 }  // namespace
 
 Recovery recover(File& file, const Superblock& superblock, uint32_t slots, uint32_t records_max, Index& index,
-                 const SpaceOf& space) {
-    return Scanner(file, superblock, slots, index, space).run(records_max);
+                 const SpaceOf& space, uint32_t threads) {
+    return Scanner(file, superblock, slots, index, space, threads).run(records_max);
 }
 
 }  // namespace moonpool::ssd

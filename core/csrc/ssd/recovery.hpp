@@ -27,9 +27,10 @@ struct Recovery {
     std::vector<uint64_t> overtaken;
 };
 
-// `space` gives the number of a space by its identity. Reads with several threads.
+// `space` gives the number of a space by its identity. Reads with so many threads.
 using SpaceOf = std::function<uint32_t(std::string_view identity)>;
+inline constexpr uint32_t kRecoveryThreads = 8;
 Recovery recover(File& file, const Superblock& superblock, uint32_t slots, uint32_t records_max, Index& index,
-                 const SpaceOf& space);
+                 const SpaceOf& space, uint32_t threads = kRecoveryThreads);
 
 }  // namespace moonpool::ssd

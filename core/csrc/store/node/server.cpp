@@ -685,7 +685,7 @@ void Server::end_withdrawn() {
 void Server::on_tick(uint64_t now) {
     if (!serves_) return;
     if (gives_) {  // nothing changes while another process reads what there is
-        if (ssd_ != nullptr) ssd_->on_tick();
+        if (ssd_ != nullptr) ssd_->on_tick(now);
         return;
     }
     shares_.on_tick();
@@ -695,7 +695,7 @@ void Server::on_tick(uint64_t now) {
     }
     look_whether_to_relay();
     end_withdrawn();
-    if (ssd_ != nullptr) ssd_->on_tick();
+    if (ssd_ != nullptr) ssd_->on_tick(now);
     if (ssd_ != nullptr && now - ssd_looked_ms_ >= 1000) {
         ssd_looked_ms_ = now;
         note_ssd_trouble();

@@ -14,8 +14,6 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "base/clock.hpp"
-
 namespace moonpool {
 
 namespace {
@@ -85,6 +83,7 @@ Result<SsdTier::Logs> SsdTier::open_logs() {
         log_options.queue_max = kReadsMax;
         log_options.sequence = logs.sequence;
         log_options.open = options_.open;
+        log_options.stepping = options_.stepping;
         log_options.on_gone = [this](const std::vector<Hash128>& hashes) {
             // On a log's thread: everything here is the loop's.
             post_([this, hashes] { gone(hashes); });
@@ -294,9 +293,13 @@ uint32_t SsdTier::hashes(size_t device, uint32_t cursor, uint32_t scan, std::vec
 
 // ---- writing
 
-void SsdTier::on_tick() {
+void SsdTier::step() {
+    for (auto& log : devices_) log->step();
+}
+
+void SsdTier::on_tick(uint64_t now_ms) {
     if (set_ == nullptr) return;
-    set_->on_tick(now_ms());
+    set_->on_tick(now_ms);
     for (auto& log : devices_) gone(log->take_lost(kLostPerTick));
     for (auto& [name, tenant] : tenants_) {
         tenant.resting = false;

@@ -32,11 +32,12 @@ struct SsdOptions {
     uint64_t segment_bytes = 0;                                 // 0: by the size
     uint32_t depth = 32;                                        // of each directory
     std::string io = "auto";
-    uint32_t records_max = 0;   // of each directory; 0: by the size
-    double clean_share = 0.25;  // of an arena: what is kept free or written
-    uint32_t stop_ms = 10000;   // to write what is not written yet, at a stop
-    uint32_t ranges = 1;        // of the pool: each has an order of removals
-    ssd::OpenFile open;         // for tests
+    uint32_t records_max = 0;               // of each directory; 0: by the size
+    double clean_share = 0.25;              // of an arena: what is kept free or written
+    uint32_t stop_ms = 10000;               // to write what is not written yet, at a stop
+    uint32_t ranges = 1;                    // of the pool: each has an order of removals
+    ssd::OpenFile open;                     // for tests
+    std::optional<ssd::Stepping> stepping;  // for tests; with it step() is to be called
 };
 
 inline constexpr size_t kSsdDirectoriesMax = 8;
@@ -75,6 +76,9 @@ class SsdTier {
     // All, device by device.
     size_t devices() const { return devices_.size(); }
     uint32_t hashes(size_t device, uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const;
+    std::optional<ssd::Log::Rank> rank(size_t device, const Hash128& hash) const {
+        return devices_[device]->rank(hash);
+    }
 
     // Up to which removal in the order of all each one was carried out here: of directories that came back,
     // the least. It is written once a second at most, and at a stop.
@@ -94,7 +98,8 @@ class SsdTier {
     // Objects of it that went because it had its most bytes.
     uint64_t dropped_of(const Pool& pool) const { return tenant_of(pool).dropped_total; }
 
-    void on_tick();
+    void on_tick(uint64_t now_ms);
+    void step();  // of all logs, with SsdOptions::stepping
     // Writes everything that is not written; `done` is called when there is nothing more to do.
     void flush(std::function<void()> done);
     // Ends the logs' threads; the loop has ended.
