@@ -683,6 +683,25 @@ TEST_CASE("object table: a group of which one member is written goes before soft
     CHECK(bed.table.check_integrity());
 }
 
+// All slots are taken; a replacement needs one, since what it replaces is still being written, and the group
+// that goes for it is that of the old object.
+TEST_CASE("object table: an object may be evicted with its group by its own replacement") {
+    Bed bed(3);
+    RetentionHints keep{Hash128{1, 2}, 0};
+    for (const char* name : {"a", "b"}) bed.commit(name, kNoSlot, false, kObjectBytes, keep);
+    bed.commit("newer");
+    uint32_t a = bed.find("a");
+    uint64_t generation = bed.table.generation(a);
+    bed.table.retain(a);
+    CHECK(bed.commit("a", kNoSlot, true) == ObjectTable::Commit::kStored);
+    CHECK(bed.table.check_integrity());
+    CHECK(bed.find("a") != a);
+    CHECK(bed.find("b") == kNoSlot);
+    CHECK(bed.find("newer") != kNoSlot);
+    bed.table.release(a, generation);
+    CHECK(bed.table.check_integrity());
+}
+
 TEST_CASE("object table: a window takes no group for the age of a member that nobody used") {
     Bed bed(16, 4 * kObjectBytes);
     RetentionHints keep{Hash128{1, 2}, 0};

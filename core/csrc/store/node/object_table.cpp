@@ -55,15 +55,16 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     uint32_t old = find(space, hash, object_name);
     if (old != kNoSlot && !replace) return Commit::kExists;
     // Room first, so that a refusal leaves the old generation where it is.
-    bool full = free_slots_.empty() && used_ == index_.slots();
+    auto full = [&] { return free_slots_.empty() && used_ == index_.slots(); };
     // With no free slot, the object that is replaced gives up its own, unless a reader or a write to the
     // SSD still holds it.
     bool old_makes_room = old != kNoSlot && objects_[old].pins == 0 && objects_[old].retains == 0;
-    if (full && !old_makes_room) {
+    while (full() && !old_makes_room) {
         uint64_t before = counters_.evicted_total;
         if (!evict_one()) return Commit::kNoSlot;
         counters_.evicted_for_slots_total += counters_.evicted_total - before;
     }
+    if (old != kNoSlot && !committed(old)) old = kNoSlot;  // it was evicted with its group
     // From here on nothing can refuse. The SSD tier forgets the key first, so that a crash or a read in
     // between finds no old bytes of it.
     if (replace && on_replace_) on_replace_(hash);
