@@ -145,6 +145,7 @@ Status Log::Parts::start() {
         for (uint64_t sequence : recovery.overtaken) state.push_removal(sequence);
     }
     segments.recovered(recovery.numbers, recovery.next_number);
+    if (recovery.tail_is_due) segments.plan_tail();
     // Each start opens a segment, so many in a row leave no room.
     while (segments.free() < kSegmentsForReclaim && reclaimer.forget_oldest()) {
     }

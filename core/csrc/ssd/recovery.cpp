@@ -76,6 +76,7 @@ class Scanner {
         MutexLock lock(mutex_);
         tell_twins_apart();
         floor_ = std::max(floor_, tail_);
+        result_.tail_is_due = blind_ || oldest_believed() > floor_;
         floor_ = std::max(floor_, oldest_believed());
         forget_dead(records_max);
         index_.sort(numbers_);  // they came by the place of their segments, and by several threads
@@ -84,7 +85,8 @@ class Scanner {
             if (numbers_[slot] < floor_ || lost_[slot]) numbers_[slot] = 0;
         }
         result_.numbers = std::move(numbers_);
-        result_.next_number = newest_ + 1;
+        // A segment without a readable header may have any of the next numbers.
+        result_.next_number = newest_ + 1 + (blind_ ? slots_ : 0);
         result_.bytes_read = bytes_read_;
         return std::move(result_);
     }

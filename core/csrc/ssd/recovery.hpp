@@ -18,6 +18,10 @@ namespace moonpool::ssd {
 struct Recovery {
     std::vector<uint64_t> numbers;  // of each slot; 0: free
     uint64_t next_number = 0;
+    // More is void than the tails on the disk say, because something could not be read. A tail is to be
+    // written: the next start may be able to read it, and what is removed until then has no record of its
+    // removal.
+    bool tail_is_due = false;
     uint64_t sequence_max = 0;
     uint64_t scanned = 0;  // segments that were read whole, not by their summary
     uint64_t damaged = 0;  // segments that could not be read

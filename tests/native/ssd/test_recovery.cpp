@@ -249,6 +249,41 @@ TEST_CASE("ssd recovery: a segment counts until what was copied from it is safe"
     CHECK(bytes == content(1, 50'000));
 }
 
+// Else it could have been removed in between, and its removal be nowhere.
+TEST_CASE("ssd recovery: what could not be read at one start does not count at the next") {
+    for (uint64_t unreadable : {uint64_t{0}, uint64_t{kBlockBytes}}) {  // a header, or records
+        CAPTURE(unreadable);
+        auto disk = fake_disk();
+        {
+            auto log = must_open(small_log(disk));
+            REQUIRE(put(*log, "a", content(1, 100)) == Outcome::kDone);
+            REQUIRE(sync(*log) == Outcome::kDone);
+            disk->kill();
+        }
+        disk->crash([](uint64_t) { return false; });
+        disk->fail([&](bool write, uint64_t offset, size_t bytes) {
+            bool header = offset == kSegmentsBegin && bytes == kBlockBytes;
+            bool all = offset == kSegmentsBegin && bytes > kBlockBytes;
+            return !write && (unreadable == 0 ? header : all) ? EIO : 0;
+        });
+        {
+            auto log = must_open(small_log(disk));
+            CHECK_FALSE(log->find(key_of(*log, "a")));
+            disk->fail({});
+            log->remove(key_of(*log, "a"));
+            REQUIRE(sync(*log) == Outcome::kDone);  // as LogSet asks for, before the node serves
+            disk->kill();
+        }
+        disk->crash([](uint64_t) { return false; });
+        auto log = must_open(small_log(disk));
+        CHECK_FALSE(log->find(key_of(*log, "a")));
+        REQUIRE(put(*log, "b", content(2, 100)) == Outcome::kDone);
+        log.reset();
+        log = must_open(small_log(disk));
+        CHECK(log->find(key_of(*log, "b")));
+    }
+}
+
 TEST_CASE("ssd recovery: damaged images: no crash, and never bytes that were not written") {
     Random random(77);
     auto disk = fake_disk();
