@@ -94,6 +94,8 @@ class ObjectTable {
     void set_on_space_empty(std::function<void(uint32_t space)> f) { on_space_empty_ = std::move(f); }
     uint32_t objects_in(uint32_t space) const { return space < in_space_.size() ? in_space_[space] : 0; }
     // Told of every object that was committed.
+    // An object is evicted while it is being written to the SSD.
+    void set_on_evict_unwritten(std::function<void(const Hash128&)> f) { on_evict_unwritten_ = std::move(f); }
     void set_on_commit(std::function<void(uint32_t slot)> f) { on_commit_ = std::move(f); }
 
     uint32_t find(uint32_t space, const Hash128& hash, std::string_view name) const;
@@ -355,6 +357,7 @@ class ObjectTable {
     DeltaLog* delta_log_ = nullptr;
     Listener listener_;
     std::function<void(const Hash128&)> on_replace_;
+    std::function<void(const Hash128&)> on_evict_unwritten_;
     std::function<void(uint32_t)> on_commit_;
     std::function<void(uint32_t)> on_space_empty_;
     std::vector<uint32_t> in_space_;  // objects of each

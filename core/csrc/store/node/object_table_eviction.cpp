@@ -89,6 +89,10 @@ void ObjectTable::evict_alone(uint32_t victim) {
     ++counters_.evicted_total;
     counters_.evicted_bytes_total += extent(victim).size;
     if (!objects_[victim].saved) ++counters_.evicted_unsaved_total;
+    if (objects_[victim].retains != 0 && on_evict_unwritten_) {
+        const IndexEntry& entry = index_.entry(victim);
+        on_evict_unwritten_(Hash128{entry.hash_low, entry.hash_high});
+    }
     remove(victim);
 }
 

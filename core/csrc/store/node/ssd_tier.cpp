@@ -53,12 +53,18 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
         pool->set_on_space_closed(
             [t = tier.get(), &tenant](uint32_t space) { t->leave_space(tenant, space); });
         pool->table().set_on_replace([t = tier.get()](const Hash128& hash) { t->forget(hash); });
+        // It must not arrive later: while neither memory nor a disk had it, a removal was not told to this
+        // node.
+        pool->table().set_on_evict_unwritten(
+            [t = tier.get()](const Hash128& hash) { t->cancel_write(hash); });
         pool->table().set_on_commit([t = tier.get(), &tenant](uint32_t slot) {
             const ObjectTable& table = tenant.pool->table();
             const IndexEntry& entry = table.entry(slot);
             Hash128 hash{entry.hash_low, entry.hash_high};
+            // Its record counts: it is not written anew, and what ends as its write is not cancelled.
+            if (t->promoting_) return;
             if (t->writing_ != 0) t->cancel_write(hash);
-            if (!t->promoting_ && t->set_ != nullptr) t->set_->note(hash);
+            if (t->set_ != nullptr) t->set_->note(hash);
             t->queue(tenant, slot);
             // While writes are under way, their ends call clean(); so a burst of puts does not run it for
             // each.
@@ -165,6 +171,7 @@ SsdTier::~SsdTier() {
     for (auto& [name, tenant] : tenants_) {
         tenant.pool->table().set_on_replace({});
         tenant.pool->table().set_on_commit({});
+        tenant.pool->table().set_on_evict_unwritten({});
         tenant.pool->set_on_space_closed({});
     }
 }
@@ -262,6 +269,10 @@ bool SsdTier::forget_older(const Hash128& hash, Version version) {
     }
     if (visible && !visible_now) tell(hash, false);
     return stays;
+}
+
+void SsdTier::tell_again(const Hash128& hash) {
+    if (std::ranges::any_of(devices_, [&](auto& log) { return log->has(hash); })) tell(hash, true);
 }
 
 void SsdTier::tell(const Hash128& hash, bool added) {
@@ -477,7 +488,7 @@ void SsdTier::written(Tenant& tenant, size_t device, uint32_t slot, uint64_t gen
     ObjectTable& table = tenant.pool->table();
     // kDone alone does not do: a removal may have come between the log's end of the write and this post.
     bool there = outcome == ssd::Outcome::kDone && devices_[device]->has(hash);
-    if (there) tell(hash, true);  // though it was evicted meanwhile, with its group
+    if (there) tell(hash, true);
     if (table.committed(slot) && table.generation(slot) == generation) {
         if (there) {
             table.set_saved(slot, true);
@@ -492,11 +503,15 @@ void SsdTier::written(Tenant& tenant, size_t device, uint32_t slot, uint64_t gen
     for (auto& [name, other] : tenants_) clean(other);
 }
 
-// A new object of a key has come. Of the one before, which was evicted with its group while it was written,
-// nothing may arrive: its bytes would be the key's again once the new object is evicted.
+// An object is evicted with its group while it is written, or a new one of the key has come: nothing of the
+// one before may arrive. Its bytes would be the key's again once the new object is evicted.
 void SsdTier::cancel_write(const Hash128& hash) {
     auto [begin, end] = written_now_.equal_range({hash.high, hash.low});
-    for (auto it = begin; it != end; ++it) devices_[it->second]->remove(hash);
+    for (auto it = begin; it != end; ++it) {
+        // It has arrived a moment ago, and an inventory may have told of it.
+        if (devices_[it->second]->has(hash)) tell(hash, false);
+        devices_[it->second]->remove(hash);
+    }
 }
 
 // At the node's stop. Recent use and pins no longer matter, and what fails is not tried again, so that the

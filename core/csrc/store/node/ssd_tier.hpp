@@ -63,8 +63,8 @@ class SsdTier {
     bool forget(const Hash128& hash);
     // What has a lower version is removed, also what is being written or read. -> whether a copy stays.
     bool forget_older(const Hash128& hash, Version version);
-    // Its row is told to the delta log once more.
-    void tell_again(const Hash128& hash) { tell(hash, true); }
+    // Its row is told to the delta log once more. What is still being written is told when it has arrived.
+    void tell_again(const Hash128& hash);
 
     // Brings an object into memory, then calls `then` with its slot, or kNoSlot when the disk failed or it
     // was removed meanwhile. False when it was not begun: it is not there, or memory is full of pins.
