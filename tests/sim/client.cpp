@@ -129,8 +129,7 @@ void SimClient::dial(Line& line) {
     uint64_t attempt = ++line.attempts;
     auto accept = [master, node](std::shared_ptr<End> end) {
         if (master != nullptr) return master->accept(std::move(end), moonpool::Caller::kClient);
-        node->accept(std::move(end));
-        return true;
+        return node->accept(std::move(end));
     };
     network_.dial(*this, to, accept, [this, &line, attempt](std::shared_ptr<End> end) {
         if (attempt == line.attempts) {
@@ -498,15 +497,30 @@ void SimClient::get(const CallRef& call) {
                 call->operation.value = value_in(*bytes);
                 return finish(call, Operation::kDone);
             }
+            if (nodes_[host()]->has_disk()) return get_from_disk(call);
         }
-        auto search = std::make_shared<Search>();
-        search->call = call;
-        search->own_answered = own.ok();
-        search->steps.emplace(std::vector{hash_(call->name)}, place_, *locations_, search->sizes);
-        members([this, search](const Result<std::shared_ptr<const Members>>& answer) {
-            search->steps->members(answer);
-            this->search(search);
-        });
+        get_elsewhere(call, own.ok());
+    });
+}
+
+// What only a disk has the node brings into memory first.
+void SimClient::get_from_disk(const CallRef& call) {
+    ReadAsk what{.how = kReadByName, .from = 0, .room = 64, .name = call->name};
+    read_at({host()}, what, [this, call](const Result<std::string>& bytes) {
+        if (!bytes || bytes->empty()) return get_elsewhere(call, bytes.ok());
+        call->operation.value = value_in(*bytes);
+        finish(call, Operation::kDone);
+    });
+}
+
+void SimClient::get_elsewhere(const CallRef& call, bool own_answered) {
+    auto search = std::make_shared<Search>();
+    search->call = call;
+    search->own_answered = own_answered;
+    search->steps.emplace(std::vector{hash_(call->name)}, place_, *locations_, search->sizes);
+    members([this, search](const Result<std::shared_ptr<const Members>>& answer) {
+        search->steps->members(answer);
+        this->search(search);
     });
 }
 

@@ -124,6 +124,8 @@ class SimClient final : public Process {
 
     // Verbs.
     void get(const CallRef& call);
+    void get_from_disk(const CallRef& call);
+    void get_elsewhere(const CallRef& call, bool own_answered);
     void search(const std::shared_ptr<Search>& search);
     void remove(const CallRef& call);
     RemovalRef begin_removal(const CallRef& call, bool own_too, std::function<void()> then);

@@ -18,7 +18,7 @@ class Cluster {
     Cluster(uint64_t seed, const Conditions& conditions, const Planted& planted)
         : conditions_(conditions), world_(seed), network_(world_) {
         uint32_t hosts = conditions.hosts;
-        restarted_at_.resize(hosts);
+        restarts_.resize(hosts);
         back_at_.resize(hosts);
         uint32_t next_host = hosts;
         std::vector<std::vector<SimMaster*>> of_ranges;
@@ -38,9 +38,9 @@ class Cluster {
         }
         std::vector<SimNode*> raw;
         for (uint32_t host = 0; host < hosts; ++host) {
-            nodes_.push_back(
-                std::make_unique<SimNode>(world_, network_, masters, host, conditions.disks, planted));
-            nodes_.back()->set_full(conditions.full);
+            NodeOptions options{conditions.disks, conditions.disk, conditions.memory_objects,
+                                conditions.full};
+            nodes_.push_back(std::make_unique<SimNode>(world_, network_, masters, host, options, planted));
             raw.push_back(nodes_.back().get());
         }
         for (uint32_t host = 0; host < hosts; ++host) {
@@ -70,6 +70,9 @@ class Cluster {
         report.finding = books();
         for (auto& client : clients_) {
             if (!client->findings().empty()) report.finding = client->findings().front();
+        }
+        for (auto& node : nodes_) {
+            if (!node->findings().empty()) report.finding = node->findings().front();
         }
         forget();
         if (auto finding = check(history_, healed)) report.finding = finding;
@@ -176,6 +179,15 @@ class Cluster {
         world_.at(world_.now() + after, nullptr, [&process] { process.start(); });
     }
 
+    void restart(SimNode& node, const Action& action) {
+        if (!node.running() || node.is_shutting_down()) return;
+        if (action.flag) node.power_fails();
+        if (!node.has_disk() || !action.cleanly || action.flag)
+            return restart(node, action.lasts, action.flag);
+        network_.ended(node, false);
+        node.shut_down([this, &node, after = action.lasts] { restart(node, after, false); });
+    }
+
     void carry_out(const Action& action) {
         uint32_t hosts = conditions_.hosts;
         Micros end = world_.now() + action.lasts;
@@ -185,9 +197,9 @@ class Cluster {
             case Action::kOperation:
                 return begin(action.operation);
             case Action::kRestart:
-                restarted_at_[action.host % hosts] = world_.now();
+                restarts_[action.host % hosts].push_back(world_.now());
                 back_at_[action.host % hosts] = end;
-                return restart(node, action.lasts, action.flag);
+                return restart(node, action);
             case Action::kRestartClient:
                 return restart(*clients_[action.host % hosts], action.lasts, false);
             case Action::kRestartMaster:
@@ -257,10 +269,37 @@ class Cluster {
     // What one node alone knows of ends where that node and the master are restarted.
     void forget() {
         for (Operation& o : history_) {
-            if (!is_write(o.kind) || !o.alone) continue;
-            o.forgotten = masters_[clients_[o.client]->range_of_key(o.key)].restarted_at > o.begin &&
-                          restarted_at_[o.client] > o.begin;
+            if (!is_write(o.kind)) continue;
+            if (masters_[clients_[o.client]->range_of_key(o.key)].restarted_at <= o.begin) continue;
+            o.forgotten = o.alone ? one_was_restarted(o) : is_lost_on_disks(o);
         }
+    }
+
+    // The one that knows: the own node, or, where that was away, another one.
+    bool one_was_restarted(const Operation& o) const {
+        if (!conditions_.disks) return was_restarted(o.client, o.begin, UINT64_MAX);
+        for (uint32_t host = 0; host < conditions_.hosts; ++host) {
+            if (was_restarted(host, o.begin, UINT64_MAX)) return true;
+        }
+        return false;
+    }
+
+    bool was_restarted(uint32_t host, Micros first, Micros last) const {
+        return std::ranges::any_of(restarts_[host], [&](Micros at) { return at > first && at <= last; });
+    }
+
+    // A node that has what was removed ended before the removal was safe on its disk, and so did another one
+    // that was told, at any time, for it keeps in memory what it was told of.
+    bool is_lost_on_disks(const Operation& o) const {
+        if (!conditions_.disks) return false;
+        const Micros safe = o.end + 2 * kSecond + 4 * conditions_.disk.slow_ms * kMs;
+        for (uint32_t holder = 0; holder < conditions_.hosts; ++holder) {
+            if (!was_restarted(holder, o.begin, safe)) continue;
+            for (uint32_t told = 0; told < conditions_.hosts; ++told) {
+                if (told != holder && was_restarted(told, o.begin, UINT64_MAX)) return true;
+            }
+        }
+        return false;
     }
 
     // Until every node is in the pool, and has carried out what it is to drop.
@@ -333,7 +372,13 @@ class Cluster {
             if (table.counters().pinned != 0) return Finding{Finding::kBooks, node->name() + " keeps a pin"};
             const Member* member = members.find(node->identity().incarnation);
             uint64_t rows = member == nullptr ? 0 : master.directory().rows(member->id, Tier::kDram);
-            uint64_t objects = node->objects(of.range());
+            uint64_t objects = node->objects(of.range()), on_disk = node->objects_on_disk(of.range());
+            uint64_t disk_rows = member == nullptr ? 0 : master.directory().rows(member->id, Tier::kSsd);
+            if (disk_rows != on_disk) {
+                return Finding{Finding::kBooks, node->name() + "'s disk has " + std::to_string(on_disk) +
+                                                    " objects, and the directory " +
+                                                    std::to_string(disk_rows) + " rows"};
+            }
             if (rows != objects) {
                 return Finding{Finding::kBooks, node->name() + " has " + std::to_string(objects) +
                                                     " objects, and the directory " + std::to_string(rows) +
@@ -351,8 +396,9 @@ class Cluster {
     std::vector<std::unique_ptr<SimClient>> clients_;
     std::vector<Operation> history_;
     std::vector<uint64_t> lives_;  // of the client of each
-    // Of each host: when its node was restarted last, and when it is back from its last fault.
-    std::vector<Micros> restarted_at_, back_at_;
+    // Of each host: when its node was restarted, and when it is back from its last fault.
+    std::vector<std::vector<Micros>> restarts_;
+    std::vector<Micros> back_at_;
 };
 
 std::string to_text(Micros at, const Action& action) {
@@ -417,6 +463,7 @@ Plan make_plan(uint64_t seed, const Conditions& c) {
             action.other = (action.host + 1 + static_cast<uint32_t>(random.below(c.hosts + masters - 1))) %
                            (c.hosts + masters);
             action.flag = random.one_in(2);
+            action.cleanly = action.lasts % 2 == 0;
             if (c.standby && kind == Action::kCut && random.one_in(3)) {  // between the masters of a range
                 action.host = c.hosts + 2 * (action.host % c.ranges);
                 action.other = action.host + 1;

@@ -1,11 +1,14 @@
 // The simulator of a cluster: one seed is one history. Real code above a simulated world:
 //
 //   SimClient   PutSteps, SearchSteps, RemovalSteps and what they know (core/csrc/store/client)
-//   SimNode     Pool, ObjectTable, Holdings, MemberProtocol (core/csrc/store/node, core/csrc/directory)
+//   SimNode     Pool, ObjectTable, Holdings, SsdTier, MemberProtocol (core/csrc/store/node,
+//   core/csrc/directory),
+//               and the log below SsdTier (core/csrc/ssd), which is stepped instead of having a thread
 //   SimMaster   Master, MasterProtocol (core/csrc/directory)
 //   frames      those of the wire, written and read by the same code as in production
 //   ----------  simulated:
 //   Network     delays, overtaking between connections, ends told once, twice or not at all, cut directions
+//   SimDisk     slow, torn, failing or full; its content outlives the process, or part of it the power
 //   Process     stands still, ends, starts again with or without its disk; a clock of its own
 //   World       time, the queue of events, random numbers
 //
@@ -23,8 +26,8 @@
 //   test_clean         conditions under which it must not go wrong: many seeds without a finding.
 //   test_planted       mistakes planted into the processes (faults.hpp) that have to be found.
 //
-// What is not simulated yet: the SSD log (a disk is a copy of what memory held), striped objects, groups and
-// chains, handshakes, sockets that take no more bytes.
+// What is not simulated yet: several directories of a node, striped objects, groups and chains, handshakes,
+// sockets that take no more bytes.
 #pragma once
 
 #include <functional>
@@ -54,11 +57,13 @@ struct Conditions {
     bool one_writer = false;  // puts, replacements and removals of a key come from one client
     Micros apart = 0;         // and each begins so long after the one before, at least
     // So many of each in a history.
-    uint32_t restarts = 0;      // a node ends, and is back after a while
-    bool disks = false;         // and has what it had
-    uint32_t stops = 0;         // a node stands still
-    uint32_t broken_links = 0;  // a node loses its connection to the master
-    uint32_t cuts = 0;          // of a direction between two hosts, or both
+    uint32_t restarts = 0;  // a node ends, and is back after a while
+    bool disks = false;     // and has what it had: it was stopped, or killed, or its host lost power
+    DiskFaults disk{};
+    uint32_t memory_objects = 0;  // with disks: so many have room in a node's memory; 0: all
+    uint32_t stops = 0;           // a node stands still
+    uint32_t broken_links = 0;    // a node loses its connection to the master
+    uint32_t cuts = 0;            // of a direction between two hosts, or both
     uint32_t master_restarts = 0;
     uint32_t client_restarts = 0, standby_restarts = 0;
     uint32_t clock_jumps = 0;
@@ -90,6 +95,7 @@ struct Action {
     Operation operation{};         // kOperation
     uint32_t host = 0, other = 0;  // of the fault; kCut: other may be the master's
     bool flag = false;             // kRestart: silently, as of a host; kCut: both directions
+    bool cleanly = false;          // kRestart, with a disk, if not silently: as at SIGTERM
 };
 using Plan = std::vector<Action>;
 

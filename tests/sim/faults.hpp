@@ -16,9 +16,12 @@ struct Planted {
     bool older_taken = false;    // a node puts an object that is older than a removal it was told
     bool put_anew = false;       // each attempt of a put comes after the removals known by then
     bool one_told = false;       // a client tells no second node of a removal
-    bool applied_early =
-        false;                  // a disk says up to which removal it is right before it has what goes with it
-    bool term_ignored = false;  // a former owner goes on when another one has taken over
+    // A disk has what it was told up to which removal it is right before it has what goes with it.
+    bool applied_early = false;
+    // A disk has the log's tail, and its removals, before the copies and objects that they vouch for.
+    bool tail_early = false;
+    bool write_survives = false;  // a removal leaves what is being written to the disk
+    bool term_ignored = false;    // a former owner goes on when another one has taken over
     // Of several ranges: some clients ask the next range's master, which takes each key;
     bool two_ranges = false;
     bool versions_mixed = false;  // and a put comes after the removals of all ranges

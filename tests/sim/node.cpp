@@ -16,36 +16,45 @@ namespace {
 constexpr size_t kLogRowsMax = 256;  // small, so that it overflows now and then
 constexpr uint32_t kObjectsMax = 256;
 constexpr size_t kRemovalsPerFrame = 16;
-constexpr Micros kDiskEvery = kSecond;  // at most, as of the superblock
+constexpr Micros kTick = 100 * kMs, kFlushAtMost = kSecond;
+// Small, so that the log comes round: a record takes a block, a segment has room for nine.
+constexpr uint64_t kArenaBytes = 1 << 20, kSegmentBytes = 48 << 10, kSegments = 10;
+constexpr uint64_t kMemoryLeft = 128 << 10;  // of an arena above a disk: little, so that all of it is written
+
+std::pair<uint64_t, uint64_t> key_of(const Hash128& hash) { return {hash.high, hash.low}; }
 
 }  // namespace
 
 SimNode::SimNode(World& world, Network& network, const std::vector<SimMaster*>& masters, uint32_t host,
-                 bool has_disk, const Planted& planted)
+                 const NodeOptions& options, const Planted& planted)
     : Process(world, "node-" + std::to_string(host), host),
       network_(network),
-      has_disk_(has_disk),
-      planted_(planted) {
+      options_(options),
+      ranges_(masters.front()->range().count),
+      planted_(planted),
+      disk_(world, options.disk, planted) {
     for (SimMaster* master : masters) agents_.emplace_back(master);
-    disk_applied_.resize(masters.front()->range().count);
     identity_.name = "node";
     identity_.host_id = "host-" + std::to_string(host);
     identity_.address = "10.0.0." + std::to_string(host) + ":7700";
 }
 
+// In the order of Server.
 void SimNode::on_start() {
+    shutting_down_ = false;
     identity_.incarnation.fill(0);
     uint64_t life = this->life();
     identity_.incarnation[0] = static_cast<uint8_t>(host() + 1);
     std::memcpy(identity_.incarnation.data() + 1, &life, sizeof(life));
-    PoolOptions options;
-    options.arena_bytes = 1 << 20;
-    options.objects_max = kObjectsMax;
-    auto pool = Pool::create(options, identity_.incarnation);
-    if (!pool) throw std::runtime_error(pool.error().text);
-    while (*(*pool)->commit_memory() != 0) (*pool)->open_memory();
-    space_ = *(*pool)->open_space("default", "", 8);
-    pools_["default"] = std::move(*pool);
+    make_pool();
+    if (options_.has_disk) open_disk();
+    removals_ = std::make_unique<Removals>(ranges_);
+    if (ssd_ != nullptr) {
+        removals_->set_on_applied(
+            [this](uint32_t range, Version version) { ssd_->set_applied(range, version); });
+        for (uint32_t range = 0; range < ranges_; ++range)
+            removals_->set_applied(range, ssd_->applied(range));
+    }
     DeltaLog* next = nullptr;
     for (size_t i = agents_.size(); i-- > 0;) {
         agents_[i].log = std::make_unique<DeltaLog>(
@@ -53,12 +62,9 @@ void SimNode::on_start() {
             agents_[i].master->range());
         next = agents_[i].log.get();
     }
-    const auto ranges = static_cast<uint32_t>(disk_applied_.size());
-    removals_ = std::make_unique<Removals>(ranges);
-    for (uint32_t range = 0; range < ranges; ++range) removals_->set_applied(range, disk_applied_[range]);
-    for (const auto& [name, on_disk] : disk_) load(name, on_disk);
     store_pool().table().set_delta_log(next);
-    holdings_ = std::make_unique<Holdings>(pools_, nullptr, *removals_);
+    if (ssd_ != nullptr) ssd_->set_delta_log(next);
+    holdings_ = std::make_unique<Holdings>(pools_, ssd_.get(), *removals_);
     for (Agent& agent : agents_) {
         agent.protocol = std::make_unique<MemberProtocol>(MemberProtocolOptions{.identity = identity_},
                                                           hooks(agent.master->range()), *agent.log, counters_,
@@ -66,7 +72,134 @@ void SimNode::on_start() {
         agent.backoff_ms = 50;
         dial_master(agent);
     }
-    if (has_disk_) write_disk();
+    if (ssd_ != nullptr) tick();
+}
+
+void SimNode::make_pool() {
+    PoolOptions options;
+    options.arena_bytes = kArenaBytes;
+    options.objects_max = options_.memory_objects == 0 ? kObjectsMax : options_.memory_objects;
+    auto pool = Pool::create(options, identity_.incarnation);
+    if (!pool) throw std::runtime_error(pool.error().text);
+    while (*(*pool)->commit_memory() != 0) (*pool)->open_memory();
+    space_ = *(*pool)->open_space("default", "", 8);
+    // As if a client had the rest in use.
+    if (options_.has_disk) (void)(*pool)->lease(kArenaBytes - kMemoryLeft, kArenaBytes - kMemoryLeft);
+    pools_["default"] = std::move(*pool);
+}
+
+// ---- The disk
+
+void SimNode::open_disk() {
+    SsdOptions options;
+    options.directories = {{"disk", ssd::kSegmentsBegin + kSegments * kSegmentBytes}};
+    options.segment_bytes = kSegmentBytes;
+    options.ranges = ranges_;
+    options.open = disk_.opener();
+    auto on_sync = [this]() -> std::function<void()> {
+        if (ssd_ == nullptr) return {};
+        return [this, written = on_disk()] { synced_ = written; };
+    };
+    options.stepping =
+        ssd::Stepping{[this, on_sync] { return disk_.queue([this] { step_disk(); }, on_sync); },
+                      [this] { return now_ms(); }};
+    synced_.clear();
+    step_is_due_ = false;
+    auto tier = SsdTier::open(options, pools_, [this](std::function<void()> f) { later(1, std::move(f)); });
+    if (!tier) throw std::runtime_error(tier.error().text);
+    ssd_ = std::move(*tier);
+    compare_disk();
+}
+
+// The log's thread runs some time after it was woken.
+void SimNode::step_disk() {
+    if (std::exchange(step_is_due_, true)) return;
+    later(world_.random.between(1, 50), [this] {
+        step_is_due_ = false;
+        ssd_->step();
+    });
+}
+
+void SimNode::tick() {
+    store_pool().table().on_time(now_ms());
+    ssd_->on_tick(now_ms());
+    ssd_->step();
+    later(kTick, [this] { tick(); });
+}
+
+SimNode::OnDisk SimNode::on_disk() const {
+    OnDisk all;
+    std::vector<Hash128> hashes;
+    for (uint32_t cursor = ssd_->hashes(0, 0, UINT32_MAX, hashes); cursor != 0;)
+        cursor = ssd_->hashes(0, cursor, UINT32_MAX, hashes);
+    for (const Hash128& hash : hashes) {
+        if (auto rank = ssd_->rank(0, hash)) all.emplace(key_of(hash), *rank);
+    }
+    return all;
+}
+
+uint64_t SimNode::disk_counter(std::string_view name) const {
+    const auto all = ssd_->gauges();
+    return std::ranges::find(all, name, [](const auto& row) { return row.first; })->second;
+}
+
+// What the next life must find: nothing, where a write has failed, for the other objects of its segment count
+// until the restart only.
+SimNode::OnDisk SimNode::promised(bool after_power_failure) const {
+    if (disk_counter("ssd_write_errors_total") != 0) return {};
+    OnDisk all = on_disk();
+    if (!after_power_failure) return all;
+    std::erase_if(all, [this](const auto& row) {
+        auto synced = synced_.find(row.first);
+        return synced == synced_.end() || synced->second != row.second;
+    });
+    return all;
+}
+
+void SimNode::compare_disk() {
+    if (!promised_) return;
+    const OnDisk now = on_disk(), then = *std::exchange(promised_, std::nullopt);
+    // Else there were so many starts in a row that no segment was free.
+    const bool has_all = disk_counter("ssd_evicted_total") == 0;
+    if (disk_.failed_at_open() || !has_all) return;
+    for (const auto& [hash, rank] : then) {
+        auto found = now.find(hash);
+        if (found != now.end() && found->second >= rank) continue;
+        findings_.push_back({Finding::kBooks, name() + "'s disk has lost what was written to it", {}});
+        return;
+    }
+}
+
+void SimNode::shut_down(std::function<void()> then) {
+    shutting_down_ = true;
+    callers_.clear();
+    for (Agent& agent : agents_) {
+        ++agent.dials;
+        agent.link.reset();
+    }
+    auto ends = std::make_shared<std::function<void()>>(std::move(then));
+    auto end = [this, ends] {
+        if (*ends) world_.at(world_.now(), nullptr, std::exchange(*ends, {}));
+    };
+    if (ssd_ == nullptr) return end();
+    ssd_->flush([this, end] {
+        compare_memory();
+        end();
+    });
+    later(kFlushAtMost, end);
+}
+
+// At a clean stop, when all is written.
+void SimNode::compare_memory() {
+    if (disk_counter("ssd_write_errors_total") != 0) return;
+    const ObjectTable& table = store_pool().table();
+    const OnDisk written = on_disk();
+    for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
+        const IndexEntry& entry = table.entry(slot);
+        if (!table.committed(slot) || written.contains({entry.hash_high, entry.hash_low})) continue;
+        findings_.push_back({Finding::kBooks, name() + " stopped, and its disk lacks what memory had", {}});
+        return;
+    }
 }
 
 MemberHooks SimNode::hooks(const Range& range) {
@@ -85,13 +218,7 @@ MemberHooks SimNode::hooks(const Range& range) {
                 if (planted_.handover_lost) return kNoVersion;
                 return removals_->before(range.index, before, cursor, kRemovalsPerFrame, rows);
             },
-            [this] { return has_disk_; }};
-}
-
-std::vector<Version> SimNode::all_applied() const {
-    std::vector<Version> all;
-    for (uint32_t range = 0; range < removals_->ranges(); ++range) all.push_back(removals_->applied(range));
-    return all;
+            [this] { return ssd_ != nullptr; }};
 }
 
 void SimNode::on_end() {
@@ -101,7 +228,14 @@ void SimNode::on_end() {
         agent.protocol.reset();
     }
     holdings_.reset();
-    if (has_disk_ && planted_.applied_early) disk_applied_ = all_applied();
+    const bool power_failed = std::exchange(power_fails_, false);
+    if (ssd_ != nullptr) {
+        // A flush has ended, or had its time: then the log closes as in production.
+        if (std::exchange(shutting_down_, false)) ssd_->close();
+        promised_ = promised(power_failed && options_.disk.torn);
+        disk_.cut_off(power_failed);
+        ssd_.reset();
+    }
     removals_.reset();
     pools_.clear();
     for (Agent& agent : agents_) agent.log.reset();
@@ -110,6 +244,7 @@ void SimNode::on_end() {
 // ---- The agents
 
 void SimNode::dial_master(Agent& agent) {
+    if (shutting_down_) return;
     uint64_t dial = ++agent.dials;
     network_.dial(
         *this, *agent.master,
@@ -189,14 +324,22 @@ bool SimNode::in_pool(const SimMaster& master) const {
 
 bool SimNode::drop(const Drops& drops, const Range& range) {
     if (!planted_.drop_lost) {
+        if (drops.all) drop_all_of_disk(drops.all_before, range);
         uint32_t cursor = 0;
         do {
             if (drops.all) cursor = holdings_->drop_some(store_pool(), cursor, drops.all_before, range);
         } while (cursor != 0);
+        if (drops.all) drop_all_of_disk(drops.all_before, range);
         for (const Drop& drop : drops.items) holdings_->drop(drop);
     }
     removals_->set_applied(range.index, drops.upto);
     return true;
+}
+
+void SimNode::drop_all_of_disk(Version before, const Range& range) {
+    if (ssd_ == nullptr) return;
+    for (uint32_t cursor = holdings_->drop_some_of_disk(0, 0, before, range); cursor != 0;)
+        cursor = holdings_->drop_some_of_disk(0, cursor, before, range);
 }
 
 uint64_t SimNode::objects(const Range& range) const {
@@ -209,30 +352,22 @@ uint64_t SimNode::objects(const Range& range) const {
     return n;
 }
 
-void SimNode::write_disk() {
-    disk_.clear();
-    const ObjectTable& table = store_pool().table();
-    for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
-        if (!table.committed(slot)) continue;
-        std::string name(table.name(slot));
-        disk_.emplace(name, OnDisk{*read(name), table.version(slot)});
-    }
-    disk_applied_ = all_applied();
-    later(world_.random.between(kMs, kDiskEvery), [this] { write_disk(); });
-}
-
-void SimNode::load(const std::string& name, const OnDisk& on_disk) {
-    store(name, on_disk.bytes, crc32c(0, on_disk.bytes.data(), on_disk.bytes.size()), true, on_disk.version,
-          true);
+uint64_t SimNode::objects_on_disk(const Range& range) const {
+    if (ssd_ == nullptr) return 0;
+    uint64_t n = 0;
+    for (const auto& [hash, rank] : on_disk()) n += range.contains({hash.second, hash.first});
+    return n;
 }
 
 // ---- The store: as Connection, without its socket.
 
-void SimNode::accept(std::shared_ptr<End> end) {
+bool SimNode::accept(std::shared_ptr<End> end) {
+    if (shutting_down_) return false;
     uint64_t id = next_caller_++;
     end->on_frame = [this, id](const Bytes& frame) { on_frame(id, frame); };
     end->on_end = [this, id] { drop_caller(id); };
     callers_.emplace(id, Caller{std::move(end), {}});
+    return true;
 }
 
 void SimNode::drop_caller(uint64_t id) {
@@ -242,9 +377,57 @@ void SimNode::drop_caller(uint64_t id) {
     callers_.erase(it);
 }
 
+// The answers of a connection keep their order.
 void SimNode::on_frame(uint64_t id, const Bytes& frame) {
     auto it = callers_.find(id);
     if (it == callers_.end()) return;
+    if (it->second.waits) return it->second.behind.push_back(frame);
+    handle(id, frame, false);
+}
+
+bool SimNode::only_on_disk(std::string_view name) const {
+    return ssd_ != nullptr && pool()->find(space_, name) == kNoSlot &&
+           ssd_->holds(*pools_.begin()->second, space_, name);
+}
+
+// As Connection::park, for the one key that a frame names: it is handled anew when memory has it. False: it
+// is not on the disk alone, or cannot be had from there.
+bool SimNode::park(uint64_t id, const Bytes& frame) {
+    FrameHeader header = header_of(frame);
+    Reader body = body_of(frame);
+    std::string_view name;
+    if (header.kind == Kind::kRead) {
+        body.number<uint32_t>();
+        if (body.number<uint32_t>() != 1) throw std::runtime_error("a READ of several keys");
+        ReadAsk ask = ReadAsk::read(body);
+        if (ask.pinned()) return false;
+        name = ask.name;
+    } else if (header.kind == Kind::kLookup) {
+        LookupHead::read(body);
+        name = body.bytes16();
+    } else {
+        return false;
+    }
+    if (!only_on_disk(name)) return false;
+    auto arrived = [this, id, frame](uint32_t) {
+        auto it = callers_.find(id);
+        if (it == callers_.end()) return;
+        it->second.waits = false;
+        handle(id, frame, true);
+        while ((it = callers_.find(id)) != callers_.end() && !it->second.waits &&
+               !it->second.behind.empty()) {
+            Bytes next = std::move(it->second.behind.front());
+            it->second.behind.pop_front();
+            handle(id, next, false);
+        }
+    };
+    callers_.find(id)->second.waits = ssd_->promote(store_pool(), space_, name, arrived);
+    return callers_.find(id)->second.waits;
+}
+
+void SimNode::handle(uint64_t id, const Bytes& frame, bool resumed) {
+    if (!resumed && park(id, frame)) return;
+    auto it = callers_.find(id);
     FrameHeader header = header_of(frame);
     Reader body = body_of(frame);
     Bytes out;
@@ -287,7 +470,7 @@ void SimNode::on_put(const FrameHeader&, Reader body, Bytes& out) {
     for (const PutObject& row : rows) {
         std::string_view bytes = body.bytes(row.size);
         std::string name(row.key.name);
-        PutOutcome outcome = store(name, bytes, row.crc, head.commit.replaces(), row.key.version, false);
+        PutOutcome outcome = store(name, bytes, row.crc, head.commit.replaces(), row.key.version);
         w.number(outcome);
         if (outcome == PutOutcome::kOlder) w.number(removals_->newest_for(store_pool().hash(space_, name)));
     }
@@ -295,24 +478,28 @@ void SimNode::on_put(const FrameHeader&, Reader body, Bytes& out) {
 }
 
 PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace,
-                          std::optional<Version> given, bool recovered) {
+                          std::optional<Version> given) {
     Pool& pool = store_pool();
     ObjectTable& table = pool.table();
-    bool there = pool.find(space_, name) != kNoSlot;
+    bool there = pool.find(space_, name) != kNoSlot || only_on_disk(name);
     if (there && !replace) return PutOutcome::kExists;
     if (there && planted_.replace_lost) return PutOutcome::kStored;
     Hash128 hash = pool.hash(space_, name);
-    std::optional<Version> version = recovered ? given : removals_->of_put(hash, given);
+    std::optional<Version> version = removals_->of_put(hash, given);
     if (!version && planted_.older_taken) version = given;
     if (!version) return PutOutcome::kOlder;
-    if (replace && !recovered && full_ != 0 && world_.random.below(100) < full_) return PutOutcome::kRefused;
-    if (replace && !recovered) removals_->add(hash, given.value_or(kNoVersion));
+    const uint32_t full = options_.full;
+    if (replace && full != 0 && world_.random.below(100) < full) return PutOutcome::kRefused;
+    if (replace) removals_->add(hash, given.value_or(kNoVersion));
     std::optional<Extent> lease = pool.lease(bytes.size(), bytes.size());
     if (!lease) return PutOutcome::kRefused;
     Extent extent{lease->offset, bytes.size()};
     std::memcpy(pool.writable() + extent.offset, bytes.data(), bytes.size());
     bool stored = crc32c(0, bytes.data(), bytes.size()) == crc && pool.leases().commit(extent);
-    if (stored && table.commit(space_, hash, name, extent, crc, kNoSlot, replace, {}, *version) !=
+    // Two groups, so that what is being written is evicted, too.
+    RetentionHints hints;
+    if (options_.memory_objects != 0) hints.group = {1 + hash.low % 2, 1};
+    if (stored && table.commit(space_, hash, name, extent, crc, kNoSlot, replace, hints, *version) !=
                       ObjectTable::Commit::kStored) {
         pool.leases().free(extent);
         stored = false;
@@ -389,9 +576,19 @@ void SimNode::on_remove(const FrameHeader&, Reader body, Bytes& out) {
         Version version = ordered ? body.number<Version>() : UINT64_MAX;
         if (!planted_.removal_lost) removals_->add(store_pool().hash(space_, name), version);
         uint32_t slot = store_pool().find(space_, name);
-        bool older = slot != kNoSlot && store_pool().table().version(slot) < version;
-        w.number(older ? kRemoved : kNotRemoved);
-        if (older && !planted_.removal_lost) store_pool().table().remove(slot);
+        if (slot != kNoSlot && store_pool().table().version(slot) >= version) {
+            w.number(kNotRemoved);
+            continue;
+        }
+        bool was_there = slot != kNoSlot;
+        if (was_there && !planted_.removal_lost) store_pool().table().remove(slot);
+        if (ssd_ != nullptr) {
+            bool on_disk = ssd_->holds(store_pool(), space_, name);
+            was_there |= on_disk;
+            if (!planted_.removal_lost && (on_disk || !planted_.write_survives))
+                (void)ssd_->forget(store_pool(), space_, name);
+        }
+        w.number(was_there ? kRemoved : kNotRemoved);
     }
 }
 

@@ -2,31 +2,53 @@
 // MemberProtocol, which answers the real frames of the store. What it answers itself repeats the rules of
 // Connection (core/csrc/store/node), whose handlers are bound to sockets.
 //
-// Its disk is a model for now: now and then all that memory holds is written at once, and what was written
-// last is there at the next start.
+// With a disk it has the real SsdTier and log above a SimDisk. Each start compares what the disk brings back
+// with what it must: after a kill all that the log had written, after a power failure what it had written
+// before its last sync.
 #pragma once
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "directory/member_protocol.hpp"
+#include "disk.hpp"
 #include "faults.hpp"
+#include "history.hpp"
 #include "master.hpp"
 #include "network.hpp"
 #include "store/node/holdings.hpp"
+#include "store/node/ssd_tier.hpp"
 #include "store/shared/messages.hpp"
 
 namespace moonpool::sim {
 
+struct NodeOptions {
+    bool has_disk = false;
+    DiskFaults disk{};
+    uint32_t memory_objects = 0;  // that memory has room for; 0: for all
+    uint32_t full = 0;            // so many of a hundred replacements are refused
+};
+
 class SimNode final : public Process {
    public:
     SimNode(World& world, Network& network, const std::vector<SimMaster*>& masters, uint32_t host,
-            bool has_disk, const Planted& planted);
+            const NodeOptions& options, const Planted& planted);
+    ~SimNode() override { end(); }  // its log ends while all that it calls is there
 
-    void accept(std::shared_ptr<End> end);
+    bool accept(std::shared_ptr<End> end);  // false: it is about to end
+    // As at SIGTERM: serves no more, writes to the disk what is not written; then calls `then`, from outside
+    // of the process.
+    void shut_down(std::function<void()> then);
+    bool is_shutting_down() const { return shutting_down_; }
+    // The next end() takes its host's power, too.
+    void power_fails() { power_fails_ = true; }
+    bool has_disk() const { return options_.has_disk; }
+    const std::vector<Finding>& findings() const { return findings_; }
     const NodeIdentity& identity() const { return identity_; }
     // The bytes of a key, as a process of its host reads them from the mapped memory.
     std::optional<std::string> read(const std::string& name) const;
@@ -38,9 +60,8 @@ class SimNode final : public Process {
     }
     // How many of its objects are of that range.
     uint64_t objects(const Range& range) const;
+    uint64_t objects_on_disk(const Range& range) const;
     void break_master_link();
-
-    void set_full(uint32_t percent) { full_ = percent; }
 
    private:
     struct Pinned {
@@ -50,12 +71,11 @@ class SimNode final : public Process {
     struct Caller {  // a connection, and what it has pinned
         std::shared_ptr<End> end;
         std::map<uint64_t, Pinned> pins;
+        bool waits = false;  // until the disk has what its last frame asks for
+        std::deque<Bytes> behind{};
     };
-
-    struct OnDisk {
-        std::string bytes;
-        Version version;
-    };
+    // What a disk has, as its log ranks it.
+    using OnDisk = std::map<std::pair<uint64_t, uint64_t>, ssd::Log::Rank>;  // by hash
 
     // An agent: as MemberAgent, without its thread.
     struct Agent {
@@ -78,32 +98,48 @@ class SimNode final : public Process {
     void link_failed(Agent& agent);
     MemberHooks hooks(const Range& range);
     bool drop(const Drops& drops, const Range& range);
-    std::vector<Version> all_applied() const;
+    void drop_all_of_disk(Version before, const Range& range);
+
+    void make_pool();
+    void open_disk();
+    void step_disk();
+    void tick();
+    OnDisk on_disk() const;
+    uint64_t disk_counter(std::string_view name) const;
+    OnDisk promised(bool after_power_failure) const;
+    void compare_disk();
+    void compare_memory();
 
     // The store.
     void drop_caller(uint64_t id);
     void on_frame(uint64_t caller, const Bytes& frame);
+    void handle(uint64_t caller, const Bytes& frame, bool resumed);
     void on_put(const FrameHeader& header, Reader body, Bytes& out);
     void on_read(const FrameHeader& header, Reader body, Bytes& out);
     void on_lookup(Caller& caller, const FrameHeader& header, Reader body, Bytes& out);
+    bool only_on_disk(std::string_view name) const;
+    bool park(uint64_t caller, const Bytes& frame);
     void on_remove(const FrameHeader& header, Reader body, Bytes& out);
     PutOutcome store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace,
-                     std::optional<Version> given, bool recovered);
-    void write_disk();
-    void load(const std::string& name, const OnDisk& on_disk);
+                     std::optional<Version> given);
     Pool& store_pool() { return *pools_.begin()->second; }
 
     Network& network_;
-    const bool has_disk_;
+    const NodeOptions options_;
+    const uint32_t ranges_;
     const Planted& planted_;
-    uint32_t full_ = 0;  // Conditions::full
     NodeIdentity identity_;
-    std::map<std::string, OnDisk> disk_;
-    std::vector<Version> disk_applied_;  // of each range
+    SimDisk disk_;
+    std::optional<OnDisk> promised_;  // by the former life
+    bool power_fails_ = false, shutting_down_ = false;
+    std::vector<Finding> findings_;
 
     Holdings::Pools pools_;
     uint32_t space_ = 0;
     std::unique_ptr<Removals> removals_;
+    std::unique_ptr<SsdTier> ssd_;
+    OnDisk synced_;  // what the log had written before its last sync
+    bool step_is_due_ = false;
     std::unique_ptr<Holdings> holdings_;
     MemberCounters counters_;
     std::vector<Agent> agents_;  // one for each master
