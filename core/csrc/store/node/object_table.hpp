@@ -93,9 +93,9 @@ class ObjectTable {
     // Told of a space of which the last object is gone, removed ones that are still read included.
     void set_on_space_empty(std::function<void(uint32_t space)> f) { on_space_empty_ = std::move(f); }
     uint32_t objects_in(uint32_t space) const { return space < in_space_.size() ? in_space_[space] : 0; }
-    // Told of every object that was committed.
-    // An object is evicted while it is being written to the SSD.
+    // Told of an object that is evicted while it is being written to the SSD.
     void set_on_evict_unwritten(std::function<void(const Hash128&)> f) { on_evict_unwritten_ = std::move(f); }
+    // Told of every object that was committed.
     void set_on_commit(std::function<void(uint32_t slot)> f) { on_commit_ = std::move(f); }
 
     uint32_t find(uint32_t space, const Hash128& hash, std::string_view name) const;
