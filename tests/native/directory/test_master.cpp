@@ -468,6 +468,27 @@ TEST_CASE("master: a copy that is told of within a removal is its client's to re
     CHECK(locate(master, {1})[0].empty());
 }
 
+TEST_CASE("master: a node that joins within a removal has its copy until the end of it") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.hold({1, 2});
+    a.inventory(0);
+    b.inventory(0);
+    OrderedKeys removal = order(master, 10, {1, 2});
+    a.disconnect();
+    a.join(11, 3);
+    a.inventory(11);
+    CHECK(a.keys().size() == 2);  // the client would hear that it had none
+    (void)end_order(master, 13, {1, 2}, removal.first, {{a.id}, {}});
+    CHECK(locate(master, {2})[0].empty());
+    a.remove(14, 1);
+    a.beat(15);
+    CHECK(a.keys().empty());
+    CHECK(locate(master, {1})[0].empty());
+}
+
 TEST_CASE("master: a key that is put because no node has it takes the place of copies that were away") {
     MasterLimits limits;
     limits.grace_ms = 0;

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/clock.hpp"
 #include "../ssd/fake_disk.hpp"
 #include "base/crc32c.hpp"
 #include "store/node/node_member.hpp"
@@ -236,7 +237,7 @@ TEST_CASE("node member: the master is told of all that a directory held, when re
         node.until([&] { return ended; });
     }
     CHECK(node.gauge("ssd_off") == 1);
-    node.ssd().on_tick();
+    node.ssd().on_tick(now_ms());
     node.turn();
     std::vector<DeltaRow> rows;
     REQUIRE(told.take(rows));
@@ -246,7 +247,7 @@ TEST_CASE("node member: the master is told of all that a directory held, when re
     CHECK(std::none_of(there.begin(), there.end(), [](auto& row) { return row.second; }));
     // The log's own thread may still be leaving the entry that was read last.
     node.until([&] {
-        node.ssd().on_tick();
+        node.ssd().on_tick(now_ms());
         return node.gauge("ssd_objects") == 0;
     });
     CHECK(node.gauge("ssd_saved_bytes") == 0);  // what memory has is to be written again

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "../ssd/fake_disk.hpp"
+#include "base/clock.hpp"
 #include "base/crc32c.hpp"
 #include "store/node/ssd_tier.hpp"
 
@@ -98,7 +99,7 @@ class TierBed {
             now.swap(posted_);
         }
         for (auto& f : now) f();
-        tier->on_tick();
+        tier->on_tick(now_ms());
         std::this_thread::yield();
     }
     void written() {
