@@ -264,7 +264,8 @@ TEST_CASE("masters: an owner goes on alone when its standby says that it leaves"
         standby->stop();
     }
     REQUIRE(until([&] { return !owner->standby().attached; }));
-    CHECK(remove(client, 1));
+    Result<std::vector<Version>> removed = remove(client, 1);
+    CHECK_MESSAGE(removed.ok(), (removed.ok() ? "" : removed.error().text));
 }
 
 TEST_CASE("masters: each says what it is, also one that serves no clients") {
