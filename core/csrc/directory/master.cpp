@@ -81,7 +81,8 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
         ++counters_.drop_alls_total;
     }
     log_.each_after(seat.applied, [&](const Hash128& hash, const Removal& removal) {
-        // One that is open voids the row at its end, as of any node: its client may be about to tell this one.
+        // One that is open voids the row at its end, as of any node: its client may be about to tell this
+        // one.
         const Removal last = is_open(removal) ? last_ended(hash) : removal;
         if (!empty && last.place > seat.applied && !knows(seat, hash, last.place))
             drop(seat, hash, last.version);

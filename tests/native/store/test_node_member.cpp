@@ -9,8 +9,8 @@
 #include <mutex>
 #include <thread>
 
-#include "base/clock.hpp"
 #include "../ssd/fake_disk.hpp"
+#include "base/clock.hpp"
 #include "base/crc32c.hpp"
 #include "store/node/node_member.hpp"
 
