@@ -19,48 +19,56 @@ namespace moonpool::transport::shm {
 
 inline constexpr size_t kGapBytesMax = 8192;  // that is read rather than left out
 
+// A part of a slice that is moved within one visit.
+struct Piece {
+    size_t slice;
+    bool last;           // of its slice
+    const void* region;  // of the peer, in which all of it lies
+    char *here, *there;
+    size_t bytes;
+    size_t gap = 0;  // bytes before it that are moved, too, and are of none; CallRanges sets it
+
+    void advance(size_t n) {
+        here += n;
+        there += n;
+        bytes -= n;
+    }
+};
+
 class CallRanges {
    public:
-    // here, there: of each piece. bridges(i): whether the bytes between pieces i and i + 1 may be read; they
-    // are of one region of the peer.
-    template <typename Bridges>
-    void build(std::span<const iovec> here, std::span<const iovec> there, Bridges bridges) {
+    // reads_gaps: of gaps that are in one region of the peer with what is on both sides of them.
+    void build(std::span<Piece> pieces, bool reads_gaps) {
         here_.clear();
         there_.clear();
-        gaps_.assign(here.size(), 0);
-        for (size_t i = 0; i < here.size(); ++i) {
-            const size_t gap = i == 0 ? kNoBridge : gap_before(there, i);
-            if (gap == 0 || (gap <= kGapBytesMax && bridges(i - 1))) {
-                gaps_[i] = gap;
-                if (gap != 0) here_.push_back({unused_.data(), gap});
-                there_.back().iov_len += gap + there[i].iov_len;
-            } else {
-                there_.push_back(there[i]);
-            }
-            if (!here_.empty() && gap == 0 && end_of(here_.back()) == here[i].iov_base) {
-                here_.back().iov_len += here[i].iov_len;
-            } else {
-                here_.push_back(here[i]);
-            }
+        const Piece* before = nullptr;
+        for (Piece& piece : pieces) {
+            const bool behind = before != nullptr && piece.there >= before->there + before->bytes;
+            const size_t gap = behind ? static_cast<size_t>(piece.there - before->there) - before->bytes : 0;
+            const bool bridges =
+                reads_gaps && behind && gap <= kGapBytesMax && piece.region == before->region;
+            const bool joins = behind && (gap == 0 || bridges);
+            piece.gap = joins ? gap : 0;
+            if (piece.gap != 0) here_.push_back({unused_.data(), gap});
+            add(here_, piece.here, piece.bytes,
+                joins && gap == 0 && piece.here == before->here + before->bytes);
+            add(there_, piece.there, piece.gap + piece.bytes, joins);
+            before = &piece;
         }
     }
     std::span<const iovec> here() const { return here_; }
     std::span<const iovec> there() const { return there_; }
-    // How many bytes are moved before piece i that are of none.
-    size_t gap(size_t i) const { return gaps_[i]; }
 
    private:
-    static constexpr size_t kNoBridge = SIZE_MAX;
-
-    static char* end_of(const iovec& range) { return static_cast<char*>(range.iov_base) + range.iov_len; }
-    static size_t gap_before(std::span<const iovec> there, size_t i) {
-        const char* begin = static_cast<const char*>(there[i].iov_base);
-        const char* before = end_of(there[i - 1]);
-        return begin < before ? kNoBridge : static_cast<size_t>(begin - before);
+    static void add(std::vector<iovec>& ranges, char* at, size_t bytes, bool joins) {
+        if (joins) {
+            ranges.back().iov_len += bytes;
+        } else {
+            ranges.push_back({at, bytes});
+        }
     }
 
     std::vector<iovec> here_, there_;
-    std::vector<size_t> gaps_;
     std::array<std::byte, kGapBytesMax> unused_;  // written by the kernel alone
 };
 

@@ -221,12 +221,6 @@ class Link::Carrier {
     }
 
    private:
-    struct Piece {
-        size_t slice;
-        bool last;  // of its slice
-        const Place* place;
-    };
-
     Status carry(size_t i) {
         const Slice& slice = job_.slices[i];
         const bool write = slice.direction == Direction::kWrite;
@@ -281,15 +275,18 @@ class Link::Carrier {
             } else {
                 // One call moves in one direction. Ranges gather until the direction changes, the call is
                 // full, or the visit ends.
-                if ((!local_.empty() && write != write_) || local_.size() == kRangesMax) {
+                if ((!pieces_.empty() && write != write_) || pieces_.size() == kRangesMax) {
                     if (Status status = flush(); !status) return status;
                     if (!job_.is_waiting(i)) return success();
                 }
                 write_ = write;
-                local_.push_back({local, n});
-                remote_.push_back({reinterpret_cast<void*>(slice.remote + at), n});
+                pieces_.push_back({.slice = i,
+                                   .last = at + n == slice.length,
+                                   .region = place,
+                                   .here = reinterpret_cast<char*>(local),
+                                   .there = reinterpret_cast<char*>(slice.remote + at),
+                                   .bytes = n});
                 at += n;
-                pieces_.push_back({i, at == slice.length, place});
             }
         } while (at < slice.length && job_.is_waiting(i));
         return success();
@@ -349,37 +346,29 @@ class Link::Carrier {
         place_ = nullptr;
     }
 
-    // Moves the ranges that have gathered, by one process_vm call. The kernel stops at the first that it
+    // Moves the pieces that have gathered, by one process_vm call. The kernel stops at the first that it
     // cannot reach.
     Status flush() {
         size_t at = 0;
-        while (at < local_.size()) {
-            // What lies between two pieces is read where that is in a region which both are in.
-            const auto bridges = [&](size_t i) {
-                return !write_ && pieces_[at + i].place == pieces_[at + i + 1].place;
-            };
-            ranges_.build(std::span(local_).subspan(at), std::span(remote_).subspan(at), bridges);
+        while (at < pieces_.size()) {
+            ranges_.build(std::span(pieces_).subspan(at), !write_);
             const std::span<const iovec> here = ranges_.here(), there = ranges_.there();
             const pid_t process = link_.client_.process();
             ssize_t n =
                 write_ ? ::process_vm_writev(process, here.data(), here.size(), there.data(), there.size(), 0)
                        : ::process_vm_readv(process, here.data(), here.size(), there.data(), there.size(), 0);
             if (n > 0) {
-                const size_t first = at;
                 auto left = static_cast<size_t>(n);
-                while (at < local_.size()) {
-                    left -= std::min(left, ranges_.gap(at - first));
-                    if (left < local_[at].iov_len) break;
-                    left -= local_[at].iov_len;
+                for (; at < pieces_.size(); ++at) {
+                    Piece& piece = pieces_[at];
+                    left -= std::min(left, piece.gap);
+                    if (left < piece.bytes) {
+                        piece.advance(left);
+                        break;
+                    }
+                    left -= piece.bytes;
                     // Not done when an earlier piece of it has failed.
-                    if (pieces_[at].last && job_.is_waiting(pieces_[at].slice)) done(pieces_[at].slice);
-                    ++at;
-                }
-                if (left != 0) {
-                    local_[at].iov_base = static_cast<char*>(local_[at].iov_base) + left;
-                    remote_[at].iov_base = static_cast<char*>(remote_[at].iov_base) + left;
-                    local_[at].iov_len -= left;
-                    remote_[at].iov_len -= left;
+                    if (piece.last && job_.is_waiting(piece.slice)) done(piece.slice);
                 }
                 continue;
             }
@@ -388,11 +377,11 @@ class Link::Carrier {
             if (n < 0 && (error == EPERM || error == ENOSYS)) {
                 link_.process_vm_ =
                     false;  // as it was allowed before, the reason is a change of the system's
-                clear();
+                pieces_.clear();
                 return Error{Code::kUnavailable, kForbidden};
             }
             if (n < 0 && error == ESRCH) {
-                clear();
+                pieces_.clear();
                 return lost();
             }
             size_t slice = pieces_[at].slice;
@@ -402,15 +391,10 @@ class Link::Carrier {
                                 ")");
             }
             // The slices behind it are carried on: one bad range must not fail a batch.
-            while (at < local_.size() && pieces_[at].slice == slice) ++at;
+            while (at < pieces_.size() && pieces_[at].slice == slice) ++at;
         }
-        clear();
-        return success();
-    }
-    void clear() {
-        local_.clear();
-        remote_.clear();
         pieces_.clear();
+        return success();
     }
     void done(size_t i) {
         const Slice& slice = job_.slices[i];
@@ -432,7 +416,6 @@ class Link::Carrier {
     bool write_ = false;
     MemoryKind unreached_ = MemoryKind::kHost;  // of a slice that waits for another path
     std::optional<Error> unmapped_;             // why such a slice's region was not mapped
-    std::vector<iovec> local_, remote_;
     std::vector<Piece> pieces_;
     CallRanges ranges_;
 };
