@@ -298,6 +298,11 @@ class Client {
     Result<std::vector<uint8_t>> tell(Pool& pool, std::span<const std::string_view> names,
                                       RemovalSteps& steps, const Group& group,
                                       std::vector<RemovedManifest>& shown);
+    // Of items by their number in `names` and `versions`, which may be empty: all copies go then.
+    static Result<std::vector<uint8_t>> remove_older(NodeClient& at, std::span<const std::string_view> names,
+                                                     std::span<const size_t> items,
+                                                     std::span<const Version> versions,
+                                                     std::vector<RemovedManifest>& shown);
     std::optional<uint64_t> own_has(std::string_view name);  // its size
     Result<PutReport> put_unique(std::span<const PutItem> items, const PutOptions& options);
     Result<PutReport> put_anew_what_is_lost(std::span<const PutItem> items, const PutOptions& options,

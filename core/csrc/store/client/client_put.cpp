@@ -423,26 +423,14 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
 void Client::remove_overtaken(Pool& pool, std::span<const std::string_view> names,
                               std::span<const size_t> items, RemovalSteps& removal) {
     if (items.empty()) return;
-    auto pick = [&](std::span<const size_t> which, std::vector<std::string_view>& keys,
-                    std::vector<Version>& versions) {
-        for (size_t i : which) {
-            keys.push_back(names[i]);
-            versions.push_back(removal.later()[i]);
-        }
-    };
-    std::vector<std::string_view> keys;
-    std::vector<Version> versions;
-    pick(items, keys, versions);
     std::vector<RemovedManifest> none;
-    (void)own_.remove_older(keys, versions, none);
+    (void)remove_older(own_, names, items, removal.later(), none);
     Mutex merging;
     std::vector<Group> others = removal.overtaken_at(items);
     each(others, [&](Group& group) {
-        std::vector<std::string_view> some;
-        std::vector<Version> later;
         std::vector<RemovedManifest> unused;
-        pick(group.items, some, later);
-        Result<std::vector<uint8_t>> flags = node(pool, group.member)->remove_older(some, later, unused);
+        Result<std::vector<uint8_t>> flags =
+            remove_older(*node(pool, group.member), names, group.items, removal.later(), unused);
         MutexLock lock(merging);
         removal.overtaken_told(group, flags);
     });
@@ -453,14 +441,8 @@ void Client::remove_overtaken(Pool& pool, std::span<const std::string_view> name
 void Client::remove_left_here(std::span<const std::string_view> names, RemovalSteps& removal) {
     const std::vector<size_t> left = removal.left_here();
     if (left.empty() || removal.versions().size() != names.size()) return;
-    std::vector<std::string_view> some;
-    std::vector<Version> versions;
-    for (size_t i : left) {
-        some.push_back(names[i]);
-        versions.push_back(removal.versions()[i]);
-    }
     std::vector<RemovedManifest> none;  // its stripes are removed with those of other copies
-    removal.own_removed(left, own_.remove_older(some, versions, none));
+    removal.own_removed(left, remove_older(own_, names, left, removal.versions(), none));
 }
 
 PutHow Client::how(const PutOptions& options, bool ack) {

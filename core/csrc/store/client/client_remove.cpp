@@ -133,13 +133,20 @@ void Client::tell_removal(Pool& pool, std::span<const std::string_view> names, R
 Result<std::vector<uint8_t>> Client::tell(Pool& pool, std::span<const std::string_view> names,
                                           RemovalSteps& steps, const Group& group,
                                           std::vector<RemovedManifest>& shown) {
-    std::vector<std::string_view> keys;
-    std::vector<Version> versions;
-    for (size_t i : group.items) {
-        keys.push_back(names[i]);
-        if (!steps.versions().empty()) versions.push_back(steps.versions()[i]);
+    return remove_older(*node(pool, group.member), names, group.items, steps.versions(), shown);
+}
+
+Result<std::vector<uint8_t>> Client::remove_older(NodeClient& at, std::span<const std::string_view> names,
+                                                  std::span<const size_t> items,
+                                                  std::span<const Version> versions,
+                                                  std::vector<RemovedManifest>& shown) {
+    std::vector<std::string_view> some;
+    std::vector<Version> of_some;
+    for (size_t i : items) {
+        some.push_back(names[i]);
+        if (!versions.empty()) of_some.push_back(versions[i]);
     }
-    return node(pool, group.member)->remove_older(keys, versions, shown);
+    return at.remove_older(some, of_some, shown);
 }
 
 // Every key: a node that is away may hold copies of which the directory no longer knows.
