@@ -83,7 +83,7 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
     log_.each_after(seat.applied, [&](const Hash128& hash, const Removal& removal) {
         // One that is open voids the row at its end, as of any node: its client may be about to tell this
         // one.
-        const Removal last = is_open(removal) ? last_ended(hash) : removal;
+        const Removal last = last_ended(hash, removal);
         if (!empty && last.place > seat.applied && !knows(seat, hash, last.place))
             drop(seat, hash, last.version);
         return false;
@@ -243,8 +243,8 @@ bool Master::is_open(const Removal& removal) const {
 
 // What a node's row is compared with. The end of a removal that is open voids the row, unless the client has
 // told the node by then: told by the master before, the node would say to the client that it had no copy.
-Removal Master::last_ended(const Hash128& hash) const {
-    const Removal removal = log_.find(hash);
+// removal: the last of that key.
+Removal Master::last_ended(const Hash128& hash, const Removal& removal) const {
     if (!is_open(removal)) return removal;
     auto before = before_open_.find(hash);
     return before == before_open_.end() ? Removal{} : before->second;

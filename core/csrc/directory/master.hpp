@@ -204,7 +204,8 @@ class Master {
     bool is_placing(NodeId id, const Hash128& hash, Version version) const;
     bool spares(const Seat& seat, const Removal& removal) const;
     bool is_open(const Removal& removal) const;
-    Removal last_ended(const Hash128& hash) const;
+    Removal last_ended(const Hash128& hash) const { return last_ended(hash, log_.find(hash)); }
+    Removal last_ended(const Hash128& hash, const Removal& removal) const;
     void keep_last_ended(const Hash128& hash);
     Taken taken(uint64_t now_ms, const Hash128& hash);
     void drop(Seat& seat, const Hash128& hash, Version version);

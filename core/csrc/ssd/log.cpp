@@ -454,11 +454,11 @@ std::optional<int> Log::Parts::turn() {
 }
 
 void Log::Parts::step(bool wait) {
-    io.reap(0);
-    while (turn() == 0) io.reap(0);
-    if (!wait) return;
-    io.reap(1);
-    while (turn() == 0) io.reap(0);
+    for (int wait_ms : {0, 1}) {
+        io.reap(wait_ms);
+        while (turn() == 0) io.reap(0);
+        if (!wait) return;
+    }
 }
 
 // Moves what callers have given to the thread's own queues.

@@ -272,7 +272,11 @@ bool SsdTier::forget_older(const Hash128& hash, Version version) {
 }
 
 void SsdTier::tell_again(const Hash128& hash) {
-    if (std::ranges::any_of(devices_, [&](auto& log) { return log->has(hash); })) tell(hash, true);
+    if (is_written(hash)) tell(hash, true);
+}
+
+bool SsdTier::is_written(const Hash128& hash) const {
+    return std::ranges::any_of(devices_, [&](auto& log) { return log->has(hash); });
 }
 
 void SsdTier::tell(const Hash128& hash, bool added) {
@@ -569,9 +573,7 @@ void SsdTier::end_flush() {
 // The ring came round to them, or they were damaged.
 void SsdTier::gone(const std::vector<Hash128>& hashes) {
     for (const Hash128& hash : hashes) {
-        bool elsewhere =
-            std::any_of(devices_.begin(), devices_.end(), [&](auto& log) { return log->has(hash); });
-        if (elsewhere) continue;
+        if (is_written(hash)) continue;  // by another one
         tell(hash, false);
         for (auto& [name, tenant] : tenants_) {
             ObjectTable& table = tenant.pool->table();

@@ -189,6 +189,7 @@ class SsdTier {
     void leave_old_ones(Tenant& tenant);
     void end_flush();
     void cancel_write(const Hash128& hash);
+    bool is_written(const Hash128& hash) const;  // to any directory
 
     SsdOptions options_;
     Post post_;
