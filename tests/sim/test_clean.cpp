@@ -36,6 +36,14 @@ void expect_none(
     if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
 }
 
+// In `seeds` seeds from that one on, of which the comment at the test tells.
+void expect_none_from(
+    uint64_t first, const Conditions& conditions, uint64_t seeds = 1,
+    const Counts& counts = [](const Finding&) { return true; }) {
+    Search found = search(first, seeds, conditions, {}, counts);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
 }  // namespace
 
 TEST_CASE("sim: delays and overtaking alone lead to no finding") {
@@ -95,10 +103,7 @@ TEST_CASE("sim: a put that a standing node carries out late brings nothing back"
 TEST_CASE("sim: a put that goes to a second node is one put") {
     Conditions c = puts_and_removals();
     c.stops = c.cuts = c.broken_links = 2;
-    for (uint64_t seed : {468, 900}) {  // 468 has such a put
-        Search found = search(seed, 8, c);
-        if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
-    }
+    for (uint64_t seed : {468, 900}) expect_none_from(seed, c, 8);  // 468 has such a put
 }
 
 TEST_CASE("sim: each range of shards has its own order, and its own masters that end") {
@@ -192,8 +197,7 @@ TEST_CASE("sim: two nodes know of a replacement while the own node is away") {
     c.restarts = c.stops = c.broken_links = 2;
     c.cuts = c.master_restarts = c.client_restarts = c.clock_jumps = 1;
     c.disks = true;
-    Search found = search(219, 4, c, {}, [](const Finding& f) { return f.for_ever; });
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(219, c, 4, [](const Finding& f) { return f.for_ever; });
 }
 
 // A replacement that its own node did not answer, or refused, once said plain success while that node had the
@@ -208,12 +212,10 @@ TEST_CASE("sim: the own node keeps no old value behind a replacement that anothe
     c.full = 0;
     c.ranges = 3;
     c.broken_links = c.master_restarts = 1;
-    Search found = search(100384, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(100384, c);
     c.master_restarts = 0;
     c.standby = c.owner_dies = true;
-    found = search(100022, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(100022, c);
 }
 
 // Each once read what a node brought from its disk before the nodes that knew of the removal had joined.
@@ -221,10 +223,7 @@ TEST_CASE("sim: a new master sends no client to a restarted node before the othe
     Conditions c = clean_conditions();
     c.master_restarts = c.restarts = c.cuts = 1;
     c.disks = true;
-    for (uint64_t seed : {101004, 101454}) {
-        Search found = search(seed, 1, c);
-        if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
-    }
+    for (uint64_t seed : {101004, 101454}) expect_none_from(seed, c);
 }
 
 // 401295: a range's master was new, and a client that had never heard the former one removed a key. A node
@@ -235,8 +234,7 @@ TEST_CASE("sim: a client that never heard a range's former master tells the node
     c.restarts = c.cuts = c.broken_links = c.master_restarts = 1;
     c.stops = 2;
     c.disks = true;
-    Search found = search(401295, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(401295, c);
 }
 
 // 401232 and 500548: a first attempt of a replacement was read, and replaced or removed; a second one brought
@@ -245,15 +243,13 @@ TEST_CASE("sim: a replacement of which a node may have shown the bytes is not pu
     Conditions c = clean_conditions();
     c.restarts = c.standby_restarts = c.cuts = c.broken_links = 2;
     c.standby = true;
-    Search found = search(401232, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(401232, c);
     c = clean_conditions();
     c.ranges = 3;
     c.restarts = c.cuts = c.broken_links = 1;
     c.stops = 2;
     c.disks = c.standby = c.owner_dies = true;
-    found = search(500548, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(500548, c);
 }
 
 // 501165: the one other node that was to know of it did not answer; the own node and the master restarted.
@@ -261,8 +257,7 @@ TEST_CASE("sim: where a node that is to know of a removal does not answer, anoth
     Conditions c = clean_conditions();
     c.master_restarts = c.restarts = c.cuts = 1;
     c.disks = true;
-    Search found = search(501165, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(501165, c);
 }
 
 // 600636: a node was restarted with its disk and had yet to tell what it held when a key was removed.
@@ -271,8 +266,7 @@ TEST_CASE("sim: a removal is told to nodes that have yet to tell what they hold"
     c.restarts = 3;
     c.stops = 2;
     c.disks = true;
-    Search found = search(600636, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(600636, c);
 }
 
 // 802083: a node that had stood still told of a copy that a removal had voided; as a later removal was open,
@@ -283,8 +277,7 @@ TEST_CASE("sim: a copy that was removed is not read because it is being removed 
     c.gets = 2;
     c.pins = 0;
     c.lasts = 5 * kSecond;
-    Search found = search(802083, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(802083, c);
 }
 
 // 1600087: a node told the owner of the later one before the standby's answer was there, and the former owner
@@ -295,8 +288,7 @@ TEST_CASE("sim: an owner that hands over follows also where it first hears of th
     c.standby = c.disks = true;
     c.stops = c.cuts = c.broken_links = c.restarts = c.standby_restarts = 1;
     c.full = 10;
-    Search found = search(1600087, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(1600087, c);
 }
 
 namespace {
@@ -354,8 +346,7 @@ TEST_CASE("sim: nodes with small memories and slow disks, and masters that end")
     c.memory_objects = 3;
     c.disk = {.torn = true, .slow_ms = 500};
     expect_none("sim, disks and masters", 40, c);
-    Search found = search(2057, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(2057, c);
 }
 
 TEST_CASE("sim: a seed is one history") {
@@ -381,6 +372,5 @@ TEST_CASE("sim: a replacement that another node stored after a later one is remo
     c.restarts = c.cuts = 1;
     c.stops = 2;
     c.disks = true;
-    Search found = search(3102443, 1, c);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    expect_none_from(3102443, c);
 }

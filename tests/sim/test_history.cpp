@@ -14,12 +14,15 @@ Operation op(Operation::Kind kind, uint64_t value, Micros begin, Micros end,
     return {.kind = kind, .outcome = outcome, .value = value, .begin = begin, .end = end};
 }
 
+Operation read(uint64_t value, Micros begin, Micros lasts = 5) {
+    return op(Operation::kGet, value, begin, begin + lasts);
+}
+
 }  // namespace
 
 TEST_CASE("sim history: a value that was removed or replaced is not read again") {
     Operation one = op(Operation::kReplace, 1, 0, 10), two = op(Operation::kReplace, 2, 20, 30);
     Operation removal = op(Operation::kRemove, 3, 20, 30);
-    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 5); };
     CHECK_FALSE(check({one, two, read(2, 40)}, 1000));
     CHECK_FALSE(check({one, two, read(1, 25)}, 1000));  // concurrent with the replacement
     CHECK_FALSE(check({one, two, read(0, 40)}, 1000));  // a miss is always allowed
@@ -39,7 +42,6 @@ TEST_CASE("sim history: a value that was removed or replaced is not read again")
 
 TEST_CASE("sim history: two writes at the same moment have one order, the same for all readers") {
     Operation one = op(Operation::kReplace, 1, 0, 10), two = op(Operation::kReplace, 2, 5, 12);
-    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 5); };
     CHECK_FALSE(check({one, two, read(1, 20), read(1, 30)}, 1000));
     CHECK_FALSE(check({one, two, read(2, 20), read(2, 30)}, 1000));
     CHECK_FALSE(check({one, two, read(1, 11), read(2, 30)}, 1000));  // the first while the other is written
@@ -48,7 +50,6 @@ TEST_CASE("sim history: two writes at the same moment have one order, the same f
 
 TEST_CASE("sim history: while a replacement is under way either value may be read") {
     Operation one = op(Operation::kReplace, 1, 0, 10), two = op(Operation::kReplace, 2, 20, 60);
-    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 5); };
     CHECK_FALSE(check({one, two, read(2, 30), read(1, 40), read(2, 50)}, 1000));
     CHECK_FALSE(check({one, two, read(2, 30), read(1, 59)}, 1000));
     CHECK(check({one, two, read(2, 30), read(1, 61)}, 1000));
@@ -59,27 +60,24 @@ TEST_CASE("sim history: while a replacement is under way either value may be rea
 TEST_CASE("sim history: reads of a value within its own write do not order it") {
     // The later one ends first, and the client that writes the earlier one reads its own.
     Operation early = op(Operation::kReplace, 1, 0, 50), late = op(Operation::kReplace, 2, 10, 12);
-    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 1); };
-    CHECK_FALSE(check({early, late, read(1, 45), read(2, 60), read(2, 70)}, 1000));
-    CHECK(check({early, late, read(1, 51), read(2, 60)}, 1000));
-    CHECK(check({early, late, read(2, 51), read(1, 60)}, 1000));
+    CHECK_FALSE(check({early, late, read(1, 45, 1), read(2, 60, 1), read(2, 70, 1)}, 1000));
+    CHECK(check({early, late, read(1, 51, 1), read(2, 60, 1)}, 1000));
+    CHECK(check({early, late, read(2, 51, 1), read(1, 60, 1)}, 1000));
 }
 
 TEST_CASE("sim history: a put that waited, and ended within a beat of its removal, may be read for a beat") {
     Operation put = op(Operation::kPut, 1, 0, 200 * kMs);
     auto removal = [](Micros begin) { return op(Operation::kRemove, 2, begin, begin + 10 * kMs); };
-    auto read = [](Micros begin) { return op(Operation::kGet, 1, begin, begin + kMs); };
-    CHECK_FALSE(check({put, removal(400 * kMs), read(700 * kMs)}, 10 * kSecond));
-    CHECK(check({put, removal(400 * kMs), read(711 * kMs)}, 10 * kSecond));
-    CHECK(check({put, removal(501 * kMs), read(600 * kMs)}, 10 * kSecond));
+    CHECK_FALSE(check({put, removal(400 * kMs), read(1, 700 * kMs, kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(400 * kMs), read(1, 711 * kMs, kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(501 * kMs), read(1, 600 * kMs, kMs)}, 10 * kSecond));
     put.begin = 150 * kMs;  // it did not wait
-    CHECK(check({put, removal(400 * kMs), read(700 * kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(400 * kMs), read(1, 700 * kMs, kMs)}, 10 * kSecond));
 }
 
 TEST_CASE("sim history: puts without replace need no order, removals of them do") {
     Operation one = op(Operation::kPut, 1, 0, 10), two = op(Operation::kPut, 2, 20, 30);
     Operation removal = op(Operation::kRemove, 3, 40, 50);
-    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 5); };
     CHECK_FALSE(check({one, two, read(1, 35)}, 1000));
     CHECK(check({one, two, removal, read(2, 60)}, 1000));
     CHECK_FALSE(check({one, removal, op(Operation::kPut, 4, 45, 55), read(4, 60)}, 1000));
