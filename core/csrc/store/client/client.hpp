@@ -23,10 +23,13 @@
 #include "directory/pool_directory.hpp"
 #include "store/client/holders.hpp"
 #include "store/client/location_cache.hpp"
+#include "store/client/lost_stripe_steps.hpp"
 #include "store/client/node_client.hpp"
 #include "store/client/own_arena.hpp"
 #include "store/client/peers.hpp"
 #include "store/client/recent_copies.hpp"
+#include "store/client/standing.hpp"
+#include "store/client/stripe_put_steps.hpp"
 #include "store/shared/stripes.hpp"
 
 namespace moonpool {
@@ -67,8 +70,6 @@ struct ObjectState {
     uint64_t size = 0;  // of a striped object: of the whole; its copies are those of the manifest
     std::vector<Copy> copies;
 };
-
-enum class Presence : uint8_t { kMiss = 0, kHit = 1, kUnknown = 2 };
 
 // What a process that is to load pinned objects must know: their holders. Opaque outside of this class.
 struct Handover {
@@ -202,10 +203,6 @@ class Client {
                                                std::vector<size_t>& manifest_sized);
     Result<Prefix> prefix_whole(std::span<const std::string_view> names, uint32_t width, bool pin);
     // client_stripes.cpp: reads objects that lie in pieces on several nodes. What stands under a key:
-    struct Standing {
-        int64_t size = kMiss;  // as its holder says it
-        std::optional<Manifest> manifest{};
-    };
     Result<std::vector<Standing>> standing(std::span<const std::string_view> names);
     // The same of one key that had an object a moment ago: a replacement may be under way.
     Result<Standing> successor(std::string_view name);
@@ -236,22 +233,18 @@ class Client {
 
     // client_stripes_lookup.cpp: whether objects of a manifest's size are there as a whole, and what becomes
     // of those that are not.
-    struct Incomplete {
-        std::string_view name;
-        Manifest manifest;
-    };
+    using Incomplete = LostStripeSteps::Incomplete;
     std::vector<Presence> whole(std::span<const std::string_view> names);
     // Pins the stripes of what is striped, too, or makes it a miss.
     void pin_striped(Pinned& pinned, std::span<const std::string_view> names, std::string& why);
-    bool pin_stripes(Pinned& pinned, size_t i, std::string_view name, Manifest manifest, std::string& why);
-    // Of objects that lack a stripe as far as the directory knows. kHit: all stripes are there after all;
-    // kMiss: one is at no node, and the object is removed; kUnknown: not every node can be asked.
-    std::vector<Presence> settle(std::span<const Incomplete> objects);
+    bool pin_stripes(Pinned& pinned, size_t i, std::string_view name, const Manifest& manifest,
+                     std::string& why);
+    std::optional<Standing> pin_key(Pinned& pinned, size_t i, std::string_view name, const Manifest& before);
+    // Of objects that lack a stripe as far as the directory knows (LostStripeSteps).
+    std::vector<Presence> settle(std::vector<Incomplete> objects);
     // Frees the stripes of an object whose manifest is at no node.
     void free_orphans(std::string_view name, const Manifest& manifest);
-    std::optional<std::vector<Group>> every_node(Pool& pool);
-    std::optional<std::vector<uint8_t>> ask_every_node(Pool& pool, std::vector<Group>& nodes,
-                                                       std::span<const std::string_view> names);
+    void drive(Pool& pool, LostStripeSteps& steps);
     void drop_manifests(Pool& pool, std::vector<Group>& nodes, std::span<const Incomplete> objects);
 
     // client_stripes_put.cpp
@@ -260,13 +253,14 @@ class Client {
                        PutReport& report);
     void copy_striped(Pool& pool, const PutItem& item, const PutOptions& options, size_t i,
                       PutReport& report);
-    // Puts each stripe at so many nodes; at: where it is, by number in `nodes`.
-    using Places = std::vector<std::vector<size_t>>;
-    void spread(Pool& pool, std::vector<Group>& nodes, std::span<const PutItem> stripes, uint32_t copies,
-                int timeout_ms, Places& at, std::string& refusal);
-    void keep_what_is_there(Pool& pool, std::vector<Group>& nodes, std::span<const PutItem> stripes,
-                            Places& at, std::string& refusal);
-    static std::vector<Group> takers(const Members& members);
+    Result<PutReport> put_manifest(const PutItem& object, const Manifest& manifest,
+                                   const PutOptions& options);
+    // Drives SpreadSteps until each stripe is at so many nodes, and until it is known which have stayed
+    // there.
+    void spread(Pool& pool, SpreadSteps& steps, std::span<const PutItem> stripes, int timeout_ms,
+                std::string& refusal);
+    void keep_what_is_there(Pool& pool, SpreadSteps& steps, std::span<const PutItem> stripes,
+                            std::string& refusal);
     Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
     // Keys of one range, where there are several and the put replaces.
     Result<PutReport> put_some(std::span<const PutItem> given, const PutOptions& options, size_t attempt = 1);

@@ -10,8 +10,7 @@
 // manifest's size, and any bytes: only the MAC with the cluster token makes a manifest.
 //
 // A stripe that is not found was replaced with its object, is lost, or is one of which the directory has not
-// heard yet. The reader finds out which: it looks under the key again, and at every node when the manifest is
-// still the same.
+// heard yet. StripeReadSteps decide how the reader finds out which.
 //
 // A crash between the stripes and the manifest leaves stripes that no key leads to; they are evicted as
 // any cold object is.
@@ -28,12 +27,12 @@
 #include "store/client/client_frames.hpp"
 #include "store/client/manifest_reads.hpp"
 #include "store/client/removal_steps.hpp"
+#include "store/client/stripe_read_steps.hpp"
 
 namespace moonpool {
 
 namespace {
 
-constexpr int kReadRoundsMax = 8;       // of one read of an object that is replaced meanwhile
 constexpr int kReplacementMaxMs = 128;  // the longest pause for a replacement of which the key is a miss
 
 // The first bytes of an object, wherever its parts lie.
@@ -82,23 +81,20 @@ bool sleep_within_budget(int ms) {
 
 }  // namespace
 
-Result<std::vector<Client::Standing>> Client::standing(std::span<const std::string_view> names) {
+Result<std::vector<Standing>> Client::standing(std::span<const std::string_view> names) {
     ManifestReads reads(names.size());
     for (std::string_view name : names) reads.add(name);
     Result<std::vector<int64_t>> sizes = get_whole(reads.items, true);
     if (!sizes) return sizes.error();
-    std::vector<Standing> out(names.size());
+    std::vector<Standing> out;
     for (size_t i = 0; i < names.size(); ++i) {
-        out[i].size = (*sizes)[i];
-        if (out[i].size != static_cast<int64_t>(kManifestBytes)) continue;
-        out[i].manifest = decode_manifest(reads.bytes[i], own_.manifest_secrets(), names[i]);
-        if (!out[i].manifest && may_be_manifest(reads.bytes[i])) out[i].size = kMiss;
+        out.push_back(standing_of((*sizes)[i], reads.bytes[i], own_.manifest_secrets(), names[i]));
     }
     return out;
 }
 
 // A replacement removes what is older elsewhere before it puts what is new: between them the key is a miss.
-Result<Client::Standing> Client::successor(std::string_view name) {
+Result<Standing> Client::successor(std::string_view name) {
     for (int pause_ms = 1;; pause_ms *= 2) {
         Result<std::vector<Standing>> now = standing({&name, 1});
         if (!now) return now.error();
@@ -186,50 +182,54 @@ Status Client::view_striped(std::span<const std::string_view> names, bool verify
 template <class Room>
 Result<int64_t> Client::read_striped(std::string_view name, const Manifest& manifest, bool verify,
                                      Room room) {
-    Standing now{static_cast<int64_t>(kManifestBytes), manifest};
-    bool settled = false;
-    for (int round = 0; round < kReadRoundsMax; ++round) {
-        Result<std::span<const MemoryRef>> parts =
-            room(now.manifest ? now.manifest->size : static_cast<uint64_t>(now.size));
-        if (!parts) return parts.error();
-        if (now.manifest) {
-            Result<bool> got = get_stripes(*now.manifest, *parts, verify);
-            if (!got) return got.error();
-            if (*got) return static_cast<int64_t>(now.manifest->size);
-        } else {  // what took the place of the striped object lies whole at a node
-            GetItem item{name, *parts};
-            Result<std::vector<int64_t>> sizes = get_whole({&item, 1}, verify);
-            if (!sizes) return sizes.error();
-            int64_t size = sizes->front();
-            bool manifest_again =
-                size == static_cast<int64_t>(kManifestBytes) && may_be_manifest(beginning(*parts));
-            if (size >= 0 && static_cast<uint64_t>(size) <= total(*parts) && !manifest_again) return size;
-        }
-        Result<Standing> next = successor(name);
-        if (!next) return next.error();
-        if (next->size < 0) {
-            if (now.manifest) free_orphans(name, *now.manifest);
-            return kMiss;
-        }
-        if (now.manifest && next->manifest == now.manifest) {
-            if (settled) return kMiss;
-            settled = true;
-            Incomplete object{name, *now.manifest};
-            Presence is = settle({&object, 1}).front();
-            if (is == Presence::kUnknown) return kMiss;
-            // It was removed. Another client may have put another object at another node.
-            if (is == Presence::kMiss) {
+    using Wants = StripeReadSteps::Wants;
+    StripeReadSteps steps(manifest);
+    for (;;) {
+        switch (steps.wants()) {
+            case Wants::kStripes: {
+                Result<std::span<const MemoryRef>> parts = room(steps.manifest().size);
+                if (!parts) return parts.error();
+                Result<bool> got = get_stripes(steps.manifest(), *parts, verify);
+                if (!got) return got.error();
+                steps.stripes_read(*got);
+                break;
+            }
+            case Wants::kWhole: {
+                Result<std::span<const MemoryRef>> parts = room(static_cast<uint64_t>(steps.now().size));
+                if (!parts) return parts.error();
+                GetItem item{name, *parts};
+                Result<std::vector<int64_t>> sizes = get_whole({&item, 1}, verify);
+                if (!sizes) return sizes.error();
+                int64_t size = sizes->front();
+                bool manifest_again =
+                    size == static_cast<int64_t>(kManifestBytes) && may_be_manifest(beginning(*parts));
+                steps.whole_read(
+                    size, size >= 0 && static_cast<uint64_t>(size) <= total(*parts) && !manifest_again);
+                break;
+            }
+            case Wants::kSuccessor: {
+                Result<Standing> next = successor(name);
+                if (!next) return next.error();
+                steps.standing(*next);
+                break;
+            }
+            case Wants::kLost:
+                steps.settled(settle({{name, steps.manifest()}}).front());
+                break;
+            case Wants::kOther: {
                 Result<std::vector<Standing>> other = standing({&name, 1});
                 if (!other) return other.error();
-                if (other->front().size < 0 || other->front().manifest == now.manifest) return kMiss;
-                next = other->front();
+                steps.standing(other->front());
+                break;
             }
-        } else {
-            settled = false;
+            case Wants::kFreeOrphans:
+                free_orphans(name, steps.manifest());
+                steps.freed();
+                break;
+            case Wants::kDone:
+                return steps.size();
         }
-        now = *next;
     }
-    return kMiss;
 }
 
 Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const MemoryRef> parts, bool verify) {

@@ -3,13 +3,9 @@
 //
 // Threads: the caller's, and those of each(). No lock is held while a node or the master is asked.
 //
-// What holds: kHit is said of an object when each of its stripes was found at a node a moment ago, and that
-// was a use of all of them. A pin holds all stripes or counts for none. The stripes of all objects of a call
-// are asked for together: one question to the own node, one to the master, one to each other node.
-//
-// An object is removed for a missing stripe only when every node of the pool was asked for it and said no:
-// the directory may be behind, and a node that is away may come back. Each node then removes the generation
-// of the manifest that was read there, so a replacement that came meanwhile stays.
+// What holds: StripeLookupSteps, StripePinSteps and LostStripeSteps say it, which this file drives. A pin
+// holds all stripes or counts for none. The stripes of all objects of a call are asked for together: one
+// question to the own node, one to the master, one to each other node.
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -18,75 +14,37 @@
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 #include "store/client/manifest_reads.hpp"
+#include "store/client/stripe_lookup_steps.hpp"
 
 namespace moonpool {
 
-namespace {
-
-constexpr int kLookupRoundsMax = 4;     // for objects that are replaced meanwhile
-constexpr size_t kNodesAskedMax = 256;  // of a larger pool no object is removed for a missing stripe
-
-}  // namespace
-
 std::vector<Presence> Client::whole(std::span<const std::string_view> names) {
-    std::vector<Presence> present(names.size(), Presence::kMiss);
-    std::vector<std::optional<Manifest>> before(names.size());  // what lacked a stripe in the round before
-    std::vector<size_t> left(names.size());
-    std::iota(left.begin(), left.end(), 0);
-    for (int round = 0; round < kLookupRoundsMax && !left.empty(); ++round) {
-        std::vector<std::string_view> asked;
-        for (size_t i : left) asked.push_back(names[i]);
-        Result<std::vector<Standing>> now = standing(asked);
-        if (!now) {
-            for (size_t i : left) present[i] = Presence::kUnknown;
-            return present;
-        }
-        std::vector<std::string> stripes;
-        std::vector<std::pair<size_t, size_t>> objects;  // place in `left`, and where its stripes begin
-        for (size_t k = 0; k < left.size(); ++k) {
-            const Standing& object = (*now)[k];
-            if (!object.manifest) {
-                present[left[k]] = object.size < 0 ? Presence::kMiss : Presence::kHit;
-            } else if (object.manifest->within_limits()) {
-                objects.emplace_back(k, stripes.size());
-                std::ranges::move(object.manifest->stripe_names(), std::back_inserter(stripes));
+    using Wants = StripeLookupSteps::Wants;
+    StripeLookupSteps steps(names.size());
+    for (;;) {
+        switch (steps.wants()) {
+            case Wants::kStanding: {
+                std::vector<std::string_view> asked;
+                for (size_t i : steps.left()) asked.push_back(names[i]);
+                steps.standing(standing(asked));
+                break;
             }
-        }
-        std::vector<std::string_view> stripe_names(stripes.begin(), stripes.end());
-        std::vector<size_t> ignored;
-        // A question about the object is a use of it, and of all that it is made of.
-        Result<std::vector<Presence>> parts = exists_whole(stripe_names, true, ignored);
-        std::vector<size_t> again;
-        std::vector<Incomplete> incomplete;
-        std::vector<size_t> incomplete_at;
-        for (auto [k, begin] : objects) {
-            size_t i = left[k];
-            const Manifest& manifest = *(*now)[k].manifest;
-            auto all = parts ? std::span(*parts).subspan(begin, manifest.stripes()) : std::span<Presence>();
-            auto any = [&](Presence what) { return std::ranges::find(all, what) != all.end(); };
-            if (any(Presence::kMiss)) {
-                present[i] = Presence::kMiss;
-                // It was replaced while it was asked for, or has lost a stripe.
-                if (before[i] != manifest) {
-                    before[i] = manifest;
-                    again.push_back(i);
-                } else {
-                    incomplete.push_back({names[i], manifest});
-                    incomplete_at.push_back(i);
-                }
-            } else {
-                present[i] = !parts || any(Presence::kUnknown) ? Presence::kUnknown : Presence::kHit;
+            case Wants::kStripes: {
+                std::vector<std::string_view> stripes(steps.names().begin(), steps.names().end());
+                std::vector<size_t> ignored;
+                steps.stripes(exists_whole(stripes, true, ignored));
+                break;
             }
+            case Wants::kLost: {
+                std::vector<Incomplete> objects;
+                for (const auto& [i, manifest] : steps.lost()) objects.push_back({names[i], manifest});
+                steps.settled(settle(std::move(objects)));
+                break;
+            }
+            case Wants::kDone:
+                return steps.present();
         }
-        std::vector<Presence> settled = settle(incomplete);
-        for (size_t k = 0; k < settled.size(); ++k) {
-            if (settled[k] == Presence::kHit) present[incomplete_at[k]] = Presence::kHit;
-            // Another client may have put another object at another node.
-            if (settled[k] == Presence::kMiss) again.push_back(incomplete_at[k]);
-        }
-        left = std::move(again);
     }
-    return present;
 }
 
 void Client::pin_striped(Pinned& pinned, std::span<const std::string_view> names, std::string& why) {
@@ -139,138 +97,116 @@ void Client::pin_striped(Pinned& pinned, std::span<const std::string_view> names
     }
 }
 
-bool Client::pin_stripes(Pinned& pinned, size_t i, std::string_view name, Manifest manifest,
+bool Client::pin_stripes(Pinned& pinned, size_t i, std::string_view name, const Manifest& manifest,
                          std::string& why) {
-    bool settled = false;
-    for (int round = 0; round < kLookupRoundsMax; ++round) {
-        std::vector<std::string> stripes = manifest.stripe_names();
-        std::vector<std::string_view> names(stripes.begin(), stripes.end());
-        std::string reason;
-        Result<Pinned> all = pin_whole(names, reason);
-        if (!all) {
-            why = all.error().text;
-            return false;
+    using Wants = StripePinSteps::Wants;
+    using Outcome = StripePinSteps::Outcome;
+    StripePinSteps steps(manifest);
+    for (;;) {
+        switch (steps.wants()) {
+            case Wants::kPinStripes: {
+                std::vector<std::string> stripes = steps.manifest().stripe_names();
+                std::vector<std::string_view> names(stripes.begin(), stripes.end());
+                std::string reason;
+                Result<Pinned> all = pin_whole(names, reason);
+                if (!all) {
+                    why = all.error().text;
+                    return false;
+                }
+                bool has_all = std::ranges::find(all->under, kNoPin) == all->under.end();
+                if (has_all) {
+                    auto base = static_cast<uint32_t>(pinned.pins.size());
+                    for (uint32_t& under : all->under) under += base;
+                    pinned.striped[i] = {steps.manifest(), std::move(all->descriptors),
+                                         std::move(all->under)};
+                    for (auto& pin : all->pins) pinned.pins.push_back(std::move(pin));
+                } else {  // not all may be pinned, or a node did not answer
+                    if (!all->why.empty()) reason = all->why;
+                    if (!reason.empty()) why = reason;
+                }
+                steps.stripes(has_all, reason.empty());
+                break;
+            }
+            case Wants::kPinKey:
+                steps.key(pin_key(pinned, i, name, steps.manifest()));
+                break;
+            case Wants::kLost:
+                steps.settled(settle({{name, steps.manifest()}}).front());
+                break;
+            case Wants::kDone:
+                if (steps.outcome() == Outcome::kOvertaken)
+                    why = "the object was replaced again and again while it was pinned";
+                return steps.outcome() == Outcome::kPinned || steps.outcome() == Outcome::kWhole;
         }
-        auto base = static_cast<uint32_t>(pinned.pins.size());
-        if (std::ranges::find(all->under, kNoPin) == all->under.end()) {
-            for (uint32_t& under : all->under) under += base;
-            pinned.striped[i] = {manifest, std::move(all->descriptors), std::move(all->under)};
-            for (auto& pin : all->pins) pinned.pins.push_back(std::move(pin));
-            return true;
-        }
-        if (!all->why.empty()) reason = all->why;
-        if (!reason.empty()) {  // not all may be pinned, or a node did not answer
-            why = reason;
-            return false;
-        }
-        all->pins.clear();
-        // Replaced meanwhile, or a stripe is lost.
-        Result<Pinned> again = pin_whole({&name, 1}, reason);
-        if (!again || !again->has(0)) return false;
-        std::array<std::byte, kManifestBytes> bytes{};
-        MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
-        GetItem item{name, {&part, 1}};
-        size_t place = 0;
-        Result<std::vector<int64_t>> size =
-            NodeClient::get_pinned(*again, {&place, 1}, {&item, 1}, true, true);
-        if (!size || size->front() < 0) return false;
-        std::optional<Manifest> now;
-        if (size->front() == static_cast<int64_t>(kManifestBytes)) {
-            now = decode_manifest(bytes, own_.manifest_secrets(), name);
-        }
-        if (now == manifest) {
-            Incomplete object{name, manifest};
-            if (settled || settle({&object, 1}).front() != Presence::kHit) return false;
-            settled = true;
-            continue;
-        }
-        pinned.descriptors[i] = again->descriptors[0];
-        pinned.under[i] = base + again->under[0];
-        for (auto& pin : again->pins) pinned.pins.push_back(std::move(pin));
-        if (!now) return !may_be_manifest(bytes);  // an object that lies whole at its node
-        if (!now->within_limits()) return false;
-        manifest = *now;
     }
-    why = "the object was replaced again and again while it was pinned";
-    return false;
 }
 
-std::vector<Presence> Client::settle(std::span<const Incomplete> objects) {
-    std::vector<Presence> out(objects.size(), Presence::kUnknown);
+// The key as it is now, in the place of what was pinned before, unless it is the same.
+std::optional<Standing> Client::pin_key(Pinned& pinned, size_t i, std::string_view name,
+                                        const Manifest& before) {
+    std::string ignored;
+    Result<Pinned> again = pin_whole({&name, 1}, ignored);
+    if (!again || !again->has(0)) return std::nullopt;
+    std::array<std::byte, kManifestBytes> bytes{};
+    MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
+    GetItem item{name, {&part, 1}};
+    size_t place = 0;
+    Result<std::vector<int64_t>> size = NodeClient::get_pinned(*again, {&place, 1}, {&item, 1}, true, true);
+    if (!size || size->front() < 0) return std::nullopt;
+    Standing now = standing_of(size->front(), bytes, own_.manifest_secrets(), name);
+    if (now.manifest == before) return now;
+    pinned.descriptors[i] = again->descriptors[0];
+    pinned.under[i] = static_cast<uint32_t>(pinned.pins.size()) + again->under[0];
+    for (auto& pin : again->pins) pinned.pins.push_back(std::move(pin));
+    return now;
+}
+
+std::vector<Presence> Client::settle(std::vector<Incomplete> objects) {
     std::shared_ptr<Pool> others = pool();
-    if (objects.empty() || others == nullptr) return out;
-    std::optional<std::vector<Group>> nodes = every_node(*others);
-    if (!nodes) return out;
-    std::vector<std::string> stripes;
-    for (const Incomplete& object : objects) {
-        std::ranges::move(object.manifest.stripe_names(), std::back_inserter(stripes));
-    }
-    std::vector<std::string_view> names(stripes.begin(), stripes.end());
-    std::optional<std::vector<uint8_t>> found = ask_every_node(*others, *nodes, names);
-    if (!found) return out;
-    std::vector<Incomplete> lost;
-    std::vector<Manifest> manifests;
-    size_t begin = 0;
-    for (size_t i = 0; i < objects.size(); ++i) {
-        auto all = std::span(*found).subspan(begin, objects[i].manifest.stripes());
-        begin += all.size();
-        bool whole = std::ranges::find(all, 0) == all.end();
-        out[i] = whole ? Presence::kHit : Presence::kMiss;
-        if (whole) continue;
-        lost.push_back(objects[i]);
-        manifests.push_back(objects[i].manifest);
-    }
-    if (!lost.empty()) drop_manifests(*others, *nodes, lost);
-    remove_stripes(*others, manifests);
-    return out;
+    if (others == nullptr) return std::vector<Presence>(objects.size(), Presence::kUnknown);
+    LostStripeSteps steps(std::move(objects), others->own, own_.hasher(), locations_);
+    drive(*others, steps);
+    return steps.present();
 }
 
 void Client::free_orphans(std::string_view name, const Manifest& manifest) {
     std::shared_ptr<Pool> others = pool();
-    if (others == nullptr || !manifest.within_limits()) return;
-    std::optional<std::vector<Group>> nodes = every_node(*others);
-    if (!nodes) return;
-    std::optional<std::vector<uint8_t>> found = ask_every_node(*others, *nodes, {&name, 1});
-    if (found && found->front() == 0) remove_stripes(*others, {&manifest, 1});
+    if (others == nullptr) return;
+    LostStripeSteps steps =
+        LostStripeSteps::free_orphans({name, manifest}, others->own, own_.hasher(), locations_);
+    drive(*others, steps);
 }
 
-// Nothing: the master does not answer, does not know all nodes yet, or one of them is away.
-std::optional<std::vector<Client::Group>> Client::every_node(Pool& pool) {
-    Result<std::shared_ptr<const Members>> members = pool.directory->members(true);
-    if (!members || (*members)->before != nullptr || (*members)->away != 0 ||
-        (*members)->rows.size() > kNodesAskedMax) {
-        return std::nullopt;
-    }
-    std::vector<Group> nodes;
-    bool own = false;
-    for (const Member& member : (*members)->rows) {
-        if (!(*members)->is_alive(member)) return std::nullopt;
-        own |= member.identity.incarnation == pool.own;
-        nodes.push_back({member, {}});
-    }
-    if (!own) return std::nullopt;
-    return nodes;
-}
-
-// Of each name whether a node has it; where, this client knows from now on. Nothing: not all nodes answered.
-std::optional<std::vector<uint8_t>> Client::ask_every_node(Pool& pool, std::vector<Group>& nodes,
-                                                           std::span<const std::string_view> names) {
-    std::vector<uint8_t> found(names.size());
-    std::vector<Hash128> asked = hashes(names);
-    bool all_answered = true;
-    Mutex merging;
-    each(nodes, [&](Group& group) {
-        Result<std::vector<uint8_t>> flags = client_of(pool, group.member)->exists(names, true);
-        MutexLock lock(merging);
-        all_answered &= flags.ok();
-        for (size_t i = 0; flags && i < names.size(); ++i) {
-            if ((*flags)[i] == 0) continue;
-            found[i] = 1;
-            locations_.put(asked[i], group.member.identity.incarnation);
+void Client::drive(Pool& pool, LostStripeSteps& steps) {
+    using Wants = LostStripeSteps::Wants;
+    while (steps.wants() != Wants::kDone) {
+        switch (steps.wants()) {
+            case Wants::kMembers:
+                steps.members(pool.directory->members(true));
+                break;
+            case Wants::kAsk: {
+                std::vector<std::string_view> names(steps.names().begin(), steps.names().end());
+                Mutex merging;
+                each(steps.nodes(), [&](Group& group) {
+                    Result<std::vector<uint8_t>> flags = client_of(pool, group.member)->exists(names, true);
+                    MutexLock lock(merging);
+                    steps.answered(group, flags);
+                });
+                steps.all_answered();
+                break;
+            }
+            case Wants::kDrop:
+                drop_manifests(pool, steps.nodes(), steps.lost());
+                steps.dropped();
+                break;
+            case Wants::kFree:
+                remove_stripes(pool, steps.freed());
+                steps.done();
+                break;
+            case Wants::kDone:
+                break;
         }
-    });
-    if (!all_answered) return std::nullopt;
-    return found;
+    }
 }
 
 void Client::drop_manifests(Pool& pool, std::vector<Group>& nodes, std::span<const Incomplete> objects) {
@@ -299,7 +235,6 @@ void Client::drop_manifests(Pool& pool, std::vector<Group>& nodes, std::span<con
         std::vector<RemovedManifest> known;
         if (!lost.empty()) (void)at->remove(lost, known, generations);
     });
-    for (std::string_view name : names) locations_.forget(own_.hasher()(name));
 }
 
 }  // namespace moonpool

@@ -3,10 +3,7 @@
 // Threads: the caller's, and those of each() for several nodes at once; `merging` guards what they add up.
 // No lock is held while a node or the master is asked.
 //
-// What holds: the manifest is put when each stripe was found at as many nodes as copies are wanted, or at all
-// that take one. Copies of a stripe go to nodes of different hosts first, then to other nodes of those. The
-// nodes are asked in rounds, each node once for each stripe. A put that fails removes the stripes that it
-// placed.
+// What holds: StripePutSteps and SpreadSteps say it, which this file drives.
 #include <algorithm>
 #include <numeric>
 
@@ -21,7 +18,6 @@ namespace moonpool {
 namespace {
 
 constexpr uint64_t kStripeBytesMax = 64ull << 20;
-constexpr size_t kSpreadRoundsMax = 4;  // for what a node refuses, the next ones
 // What one node is asked to take at a time. It has at most half of its arena for what is on its way, and
 // these are about a quarter.
 constexpr size_t kStripesAtOnce = 4;
@@ -44,22 +40,6 @@ struct Stripes {
     Stripes(const Stripes&) = delete;
 };
 
-// Of a stripe that has copies at the nodes `at`: the next to ask, of another host than these where there is
-// one that was not asked; nodes.size(): all were. The search begins at `first`.
-size_t next_node(std::span<const NodeItems> nodes, size_t first, std::span<const size_t> at,
-                 std::span<const size_t> tried) {
-    auto host = [&](size_t node) -> const std::string& { return nodes[node].member.identity.host_id; };
-    for (bool same_host : {false, true}) {
-        for (size_t k = 0; k < nodes.size(); ++k) {
-            size_t node = (first + k) % nodes.size();
-            if (std::ranges::find(tried, node) != tried.end()) continue;
-            bool has = std::ranges::any_of(at, [&](size_t other) { return host(other) == host(node); });
-            if (!has || same_host) return node;
-        }
-    }
-    return nodes.size();
-}
-
 size_t fewest(std::span<const std::vector<size_t>> at) {
     size_t copies = SIZE_MAX;
     for (const std::vector<size_t>& nodes : at) copies = std::min(copies, nodes.size());
@@ -74,40 +54,11 @@ bool Client::too_large_for_one(const PutItem& item) {
     return pool() != nullptr;
 }
 
-// Those that are alive. Where there is none, those that join: while all nodes meet a new master, each may
-// have yet to drop what is older, and stripes are new.
-std::vector<Client::Group> Client::takers(const Members& members) {
-    std::vector<Group> nodes;
-    for (MemberState state : {MemberState::kAlive, MemberState::kJoining}) {
-        for (const Member& member : members.rows) {
-            if (member.state == state) nodes.push_back({member, {}});
-        }
-        if (!nodes.empty()) break;
-    }
-    return nodes;
-}
-
-void Client::spread(Pool& pool, std::vector<Group>& nodes, std::span<const PutItem> stripes, uint32_t copies,
-                    int timeout_ms, Places& at, std::string& refusal) {
-    Places tried = at;
+void Client::spread(Pool& pool, SpreadSteps& steps, std::span<const PutItem> stripes, int timeout_ms,
+                    std::string& refusal) {
     Mutex merging;
-    for (size_t round = 0; round < kSpreadRoundsMax; ++round) {
-        for (Group& node : nodes) node.items.clear();
-        bool any = false;
-        for (size_t i = 0; i < stripes.size(); ++i) {
-            std::vector<size_t> chosen = at[i];
-            while (chosen.size() < copies) {
-                size_t node = next_node(nodes, i, chosen, tried[i]);
-                if (node == nodes.size()) break;
-                chosen.push_back(node);
-                tried[i].push_back(node);
-                nodes[node].items.push_back(i);
-                any = true;
-            }
-        }
-        if (!any) return;
-        each(nodes, [&](Group& node) {
-            const auto number = static_cast<size_t>(&node - nodes.data());
+    while (steps.wants() == SpreadSteps::Wants::kPut) {
+        each(steps.nodes(), [&](Group& node) {
             const bool own = node.member.identity.incarnation == pool.own;
             std::shared_ptr<NodeClient> to = client_of(pool, node.member);
             for (size_t begin = 0; begin < node.items.size(); begin += kStripesAtOnce) {
@@ -124,10 +75,7 @@ void Client::spread(Pool& pool, std::vector<Group>& nodes, std::span<const PutIt
                 }
                 if (!put->refusal.empty()) refusal = put->refusal;
                 for (size_t k = 0; k < which.size(); ++k) {
-                    PutOutcome outcome = put->outcomes[k];
-                    if (outcome != PutOutcome::kStored && outcome != PutOutcome::kExists) continue;
-                    at[which[k]].push_back(number);
-                    if (own) continue;
+                    if (!steps.put(node, which[k], put->outcomes[k]) || own) continue;
                     // Until the directory has heard of it, this client knows where it lies.
                     Hash128 hash = own_.hasher()(stripes[which[k]].name);
                     recent_.add(now_ms(), hash, node.member.id);
@@ -135,29 +83,24 @@ void Client::spread(Pool& pool, std::vector<Group>& nodes, std::span<const PutIt
                 }
             }
         });
+        steps.all_put();
     }
 }
 
-// Where there is too little room, the last stripes took the place of the first ones.
-void Client::keep_what_is_there(Pool& pool, std::vector<Group>& nodes, std::span<const PutItem> stripes,
-                                Places& at, std::string& refusal) {
-    for (Group& node : nodes) node.items.clear();
-    for (size_t i = 0; i < stripes.size(); ++i) {
-        for (size_t node : at[i]) nodes[node].items.push_back(i);
-    }
+void Client::keep_what_is_there(Pool& pool, SpreadSteps& steps, std::span<const PutItem> stripes,
+                                std::string& refusal) {
+    steps.confirm();
     Mutex merging;
-    each(nodes, [&](Group& node) {
+    each(steps.nodes(), [&](Group& node) {
         if (node.items.empty()) return;
         std::vector<std::string_view> names;
         for (size_t i : node.items) names.push_back(stripes[i].name);
         Result<std::vector<uint8_t>> kept = client_of(pool, node.member)->exists(names);
         MutexLock lock(merging);
-        for (size_t k = 0; k < node.items.size(); ++k) {
-            if (kept && (*kept)[k] != 0) continue;
-            std::erase(at[node.items[k]], static_cast<size_t>(&node - nodes.data()));
-            refusal = kept ? "there is no room for all stripes of the object in the pool" : kept.error().text;
-        }
+        if (steps.kept(node, kept)) return;
+        refusal = kept ? "there is no room for all stripes of the object in the pool" : kept.error().text;
     });
+    steps.all_kept();
 }
 
 Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& options, size_t i,
@@ -168,87 +111,113 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         report.refusal = "an object that is larger than one node takes needs the master, which is away";
         return success();
     }
-    PutOptions for_manifest = options;
-    if (!options.replace) {
-        std::vector<size_t> manifest_sized;
-        Result<std::vector<Presence>> here = exists_whole({&item.name, 1}, false, manifest_sized);
-        if (here && here->front() == Presence::kHit) {
-            if (manifest_sized.empty() || whole({&item.name, 1}).front() == Presence::kHit) {
-                report.outcomes[i] = PutOutcome::kExists;
-                if (options.replicas > 1) copy_striped(pool, item, options, i, report);
-                return success();
+    // Every stripe goes to the next node: writing and reading use the memory and the network of all.
+    std::vector<Group> nodes = SpreadSteps::takers(**members);
+    std::optional<SpreadSteps> spreading;
+    std::optional<Stripes> stripes;
+    Manifest manifest;
+    PutReport under_key;
+    std::string refusal, refusal_elsewhere;
+    using Wants = StripePutSteps::Wants;
+    StripePutSteps steps(options.replace);
+    while (steps.wants() != Wants::kDone) {
+        switch (steps.wants()) {
+            case Wants::kLook:
+            case Wants::kLookAgain: {
+                std::vector<size_t> manifest_sized;
+                Result<std::vector<Presence>> here = exists_whole({&item.name, 1}, false, manifest_sized);
+                steps.looked(here, !manifest_sized.empty());
+                break;
             }
-            // Its stripes were freed with it, unless a node is away: then its manifest stands there still.
-            manifest_sized.clear();
-            (void)exists_whole({&item.name, 1}, false, manifest_sized);
-            for_manifest.replace = !manifest_sized.empty();
+            case Wants::kWhole:
+                steps.whole(whole({&item.name, 1}).front());
+                break;
+            case Wants::kSpread:
+                if (nodes.empty()) {
+                    report.refusal =
+                        "no node is in touch with the master that could take the stripes of a large object";
+                    return success();
+                }
+                manifest = {
+                    random_incarnation(), total(item.parts),
+                    std::clamp<uint64_t>(session->object_bytes_max() / 4, 64u << 10, kStripeBytesMax)};
+                if (!manifest.within_limits()) {
+                    report.refusal = "an object of " + std::to_string(manifest.size) + " bytes has over " +
+                                     std::to_string(kStripesMax) + " stripes, the limit";
+                    return success();
+                }
+                stripes.emplace(manifest, item);
+                spreading.emplace(std::move(nodes), SpreadSteps::Places(stripes->items.size()),
+                                  std::max(options.replicas, 1u));
+                spread(pool, *spreading, stripes->items, options.timeout_ms, refusal);
+                steps.spread(spreading->left());
+                break;
+            case Wants::kElsewhere: {  // wherever there is room; without replace: the names of stripes are
+                                       // new
+                PutReport rest;
+                rest.outcomes.assign(stripes->items.size(), PutOutcome::kRefused);
+                PutOptions plain;
+                plain.timeout_ms = options.timeout_ms;
+                put_elsewhere(pool, stripes->items, plain, spreading->left(), rest, true);
+                std::vector<uint8_t> elsewhere;
+                for (PutOutcome outcome : rest.outcomes)
+                    elsewhere.push_back(outcome == PutOutcome::kStored || outcome == PutOutcome::kExists);
+                refusal_elsewhere = rest.refusal;
+                steps.put_elsewhere(std::move(elsewhere));
+                break;
+            }
+            case Wants::kConfirm:
+                keep_what_is_there(pool, *spreading, stripes->items, refusal);
+                steps.confirmed(spreading->at());
+                if (steps.copies() == 0) report.refusal = !refusal.empty() ? refusal : refusal_elsewhere;
+                break;
+            case Wants::kManifest: {
+                PutOptions how = options;
+                how.replace = steps.replaces();
+                Result<PutReport> put = put_manifest(item, manifest, how);
+                if (!put) return put.error();
+                steps.manifest_put(put->outcomes.front());
+                under_key = std::move(*put);
+                break;
+            }
+            case Wants::kFree:
+                remove_stripes(pool, {&manifest, 1});
+                steps.freed();
+                break;
+            case Wants::kDone:
+                break;
         }
     }
-    // Every stripe goes to the next node: writing and reading use the memory and the network of all.
-    std::vector<Group> nodes = takers(**members);
-    if (nodes.empty()) {
-        report.refusal = "no node is in touch with the master that could take the stripes of a large object";
+    report.outcomes[i] = steps.outcome();
+    if (steps.was_there()) {
+        if (options.replicas > 1) copy_striped(pool, item, options, i, report);
         return success();
     }
-    Manifest manifest;
-    manifest.id = random_incarnation();
-    manifest.size = total(item.parts);
-    manifest.stripe_bytes = std::clamp<uint64_t>(session->object_bytes_max() / 4, 64u << 10, kStripeBytesMax);
-    if (!manifest.within_limits()) {
-        report.refusal = "an object of " + std::to_string(manifest.size) + " bytes has over " +
-                         std::to_string(kStripesMax) + " stripes, the limit";
-        return success();
-    }
-    Stripes stripes(manifest, item);
-    Places at(stripes.items.size());
-    std::string refusal;
-    spread(pool, nodes, stripes.items, std::max(options.replicas, 1u), options.timeout_ms, at, refusal);
-    // A stripe that none of these took goes wherever there is room.
-    PutReport rest;
-    rest.outcomes.assign(stripes.items.size(), PutOutcome::kRefused);
-    std::vector<size_t> left;
-    for (size_t k = 0; k < at.size(); ++k) {
-        if (at[k].empty()) left.push_back(k);
-    }
-    PutOptions plain;
-    // Without replace: the names of stripes are new.
-    plain.timeout_ms = options.timeout_ms;
-    if (!left.empty()) put_elsewhere(pool, stripes.items, plain, left, rest, true);
-    keep_what_is_there(pool, nodes, stripes.items, at, refusal);
-    size_t copies = SIZE_MAX;
-    for (size_t k = 0; k < at.size(); ++k) {
-        bool elsewhere = rest.outcomes[k] == PutOutcome::kStored || rest.outcomes[k] == PutOutcome::kExists;
-        copies = std::min(copies, at[k].size() + (elsewhere ? 1 : 0));
-    }
-    if (copies == 0) {
-        remove_stripes(pool, {&manifest, 1});
-        report.refusal = !refusal.empty() ? refusal : rest.refusal;
-        return success();
-    }
-    // Now that every stripe is there, the key may lead to them.
-    std::vector<std::byte> bytes = encode(manifest, own_.manifest_secrets(), item.name);
-    MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
-    std::string_view group = item.group.empty() ? std::string_view(stripes.group) : item.group;
-    PutItem under_key{item.name, item.parent, {&part, 1}, group, item.soft_ms};
-    Result<PutReport> put = for_manifest.unique ? put_unique({&under_key, 1}, for_manifest)
-                                                : put_whole({&under_key, 1}, for_manifest);
-    if (!put) return put.error();
-    report.outcomes[i] = put->outcomes.front();
-    if (report.outcomes[i] != PutOutcome::kStored) {
-        remove_stripes(pool, {&manifest, 1});  // of no object: another stands under the key, or none
-        if (!put->refusal.empty()) report.refusal = put->refusal;
+    if (under_key.outcomes.empty()) return success();  // there was no room
+    if (report.outcomes[i] != PutOutcome::kStored) {   // another object stands under the key, or none
+        if (!under_key.refusal.empty()) report.refusal = under_key.refusal;
         if (!report.copies.empty()) report.copies[i] = report.outcomes[i] == PutOutcome::kExists;
         return success();
     }
     report.stored_bytes += manifest.size;
     if (report.copies.empty()) return success();
     report.copies[i] =
-        std::min(put->copies.front(), static_cast<uint8_t>(std::min<size_t>(copies, UINT8_MAX)));
+        std::min(under_key.copies.front(), static_cast<uint8_t>(std::min<size_t>(steps.copies(), UINT8_MAX)));
     if (report.copies[i] >= options.replicas) return success();
-    report.short_of_copies = !put->short_of_copies.empty() ? put->short_of_copies
-                             : !refusal.empty()            ? refusal
+    report.short_of_copies = !under_key.short_of_copies.empty() ? under_key.short_of_copies
+                             : !refusal.empty()                 ? refusal
                                                 : "there are not enough other hosts and nodes in the pool";
     return success();
+}
+
+// Once every stripe is there, the key may lead to them.
+Result<PutReport> Client::put_manifest(const PutItem& object, const Manifest& manifest,
+                                       const PutOptions& options) {
+    std::vector<std::byte> bytes = encode(manifest, own_.manifest_secrets(), object.name);
+    MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
+    std::string group = object.group.empty() ? manifest.group_name() : std::string(object.group);
+    PutItem item{object.name, object.parent, {&part, 1}, group, object.soft_ms};
+    return options.unique ? put_unique({&item, 1}, options) : put_whole({&item, 1}, options);
 }
 
 // More copies of an object that is there and has these bytes.
@@ -274,8 +243,8 @@ void Client::copy_striped(Pool& pool, const PutItem& item, const PutOptions& opt
         report.short_of_copies = located.error().text;
         return;
     }
-    std::vector<Group> nodes = takers(*located->members);
-    Places at(names.size());
+    std::vector<Group> nodes = SpreadSteps::takers(*located->members);
+    SpreadSteps::Places at(names.size());
     for (size_t k = 0; k < at.size(); ++k) {
         for (const Holder& holder : located->keys[k]) {
             auto node =
@@ -286,17 +255,14 @@ void Client::copy_striped(Pool& pool, const PutItem& item, const PutOptions& opt
         }
     }
     std::string refusal;
-    spread(pool, nodes, stripes->items, options.replicas, options.timeout_ms, at, refusal);
-    keep_what_is_there(pool, nodes, stripes->items, at, refusal);
-    std::vector<std::byte> bytes = encode(*manifest, own_.manifest_secrets(), item.name);
-    MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
-    std::string_view group = item.group.empty() ? std::string_view(stripes->group) : item.group;
-    PutItem under_key{item.name, item.parent, {&part, 1}, group, item.soft_ms};
+    SpreadSteps steps(std::move(nodes), std::move(at), options.replicas);
+    spread(pool, steps, stripes->items, options.timeout_ms, refusal);
+    keep_what_is_there(pool, steps, stripes->items, refusal);
     PutOptions for_manifest = options;
     for_manifest.unique = false;  // it is there
-    Result<PutReport> put = put_whole({&under_key, 1}, for_manifest);
+    Result<PutReport> put = put_manifest(item, *manifest, for_manifest);
     if (!put || put->outcomes.front() == PutOutcome::kRefused) return;
-    size_t copies = std::min<size_t>(fewest(at), UINT8_MAX);
+    size_t copies = std::min<size_t>(fewest(steps.at()), UINT8_MAX);
     report.copies[i] = std::max<uint8_t>(std::min(put->copies.front(), static_cast<uint8_t>(copies)), 1);
     if (report.copies[i] >= options.replicas) return;
     report.short_of_copies = !put->short_of_copies.empty() ? put->short_of_copies
