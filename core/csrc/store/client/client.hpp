@@ -265,10 +265,11 @@ class Client {
     // Keys of one range, where there are several and the put replaces.
     Result<PutReport> put_some(std::span<const PutItem> given, const PutOptions& options, size_t attempt = 1);
     void remove_left_here(std::span<const std::string_view> names, RemovalSteps& removal);
-    void end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,
-                         PutReport& report);
+    // manifests: what lies under the keys no longer.
+    void end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal, PutReport& report,
+                         std::vector<RemovedManifest>& manifests);
     void remove_overtaken(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> items,
-                          RemovalSteps& removal);
+                          RemovalSteps& removal, std::vector<RemovedManifest>& manifests);
     PutHow how(const PutOptions& options, const PutReport& report, bool is_copy);
     PutHow how(const PutOptions& options, bool ack);
     void find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
@@ -292,7 +293,8 @@ class Client {
     Result<std::vector<uint8_t>> tell(Pool& pool, std::span<const std::string_view> names,
                                       RemovalSteps& steps, const Group& group,
                                       std::vector<RemovedManifest>& shown);
-    // Of items by their number in `names` and `versions`, which may be empty: all copies go then.
+    // Of items by their number in `names` and `versions`, which may be empty: all copies go then. `shown` has
+    // the same numbers.
     static Result<std::vector<uint8_t>> remove_older(NodeClient& at, std::span<const std::string_view> names,
                                                      std::span<const size_t> items,
                                                      std::span<const Version> versions,

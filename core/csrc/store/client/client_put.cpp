@@ -20,6 +20,7 @@
 #include "store/client/card_stage.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
+#include "store/client/manifest_reads.hpp"
 #include "store/client/put_steps.hpp"
 #include "store/client/removal_steps.hpp"
 
@@ -283,10 +284,12 @@ Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOpti
         switch (steps.wants()) {
             case Wants::kRemove: {
                 std::vector<std::string_view> names = names_of(left);
-                if (!steps.removes_here() && !options.unique) own_manifests(names, replaced);
                 removal.emplace(hashes(names), others->own, steps.removes_here() && !options.unique,
                                 locations_, recent_, options.unique);
                 tell_removal(*others, names, *removal, replaced);
+                // What is put here between this and the new bytes is older than these: its client hears that
+                // it was overtaken, and frees it.
+                if (!steps.removes_here() && !options.unique) own_manifests(names, replaced);
                 if (options.unique && !removal->no_master().empty()) {
                     return Error{
                         Code::kUnavailable,
@@ -366,34 +369,40 @@ Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOpti
     }
     if (!own_error.text.empty() && !still_refused().empty()) return own_error;
     if (options.replicas > 1) replicate(*others, items, options, wanted, report);
+    auto free_replaced = [&](const PutReport& put) {
+        std::vector<Manifest> striped;
+        for (const RemovedManifest& manifest : replaced) {
+            // The stripes of an object that was not replaced after all are still its own.
+            if (put.outcomes[manifest.item] != PutOutcome::kStored) continue;
+            add_genuine(items[manifest.item].name, manifest, striped);
+        }
+        remove_stripes(*others, striped);
+    };
     if (removal) {
-        end_replacement(*others, items, *removal, report);
+        end_replacement(*others, items, *removal, report, replaced);
         // The master had taken it for given up before the bytes were here. Where a node did not answer,
         // clients may have read them and removed or replaced them since: a second attempt would bring them
         // back.
         bool given_up = std::ranges::find(report.outcomes, PutOutcome::kOlder) != report.outcomes.end();
-        if (given_up && !options.unique && !report.unanswered && attempt < kAttemptsMax)
-            return put_some(given, options, attempt + 1);
+        if (given_up && !options.unique && !report.unanswered && attempt < kAttemptsMax) {
+            Result<PutReport> again = put_some(given, options, attempt + 1);
+            if (again) free_replaced(*again);
+            return again;
+        }
     }
     for (PutOutcome& outcome : report.outcomes) {
         if (outcome != PutOutcome::kOlder) continue;
         outcome = PutOutcome::kRefused;
         report.refusal = "the key was replaced or removed by others meanwhile";
     }
-    std::vector<Manifest> striped;
-    for (const RemovedManifest& manifest : replaced) {
-        // The stripes of an object that was not replaced after all are still its own.
-        if (report.outcomes[manifest.item] != PutOutcome::kStored) continue;
-        add_genuine(items[manifest.item].name, manifest, striped);
-    }
-    remove_stripes(*others, striped);
+    free_replaced(report);
     return report;
 }
 
 // The master hears where the new bytes are. Where a later replacement or removal of the key came between,
 // they are void, as if that had come after this call.
 void Client::end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,
-                             PutReport& report) {
+                             PutReport& report, std::vector<RemovedManifest>& manifests) {
     for (auto [item, node] : report.placed) removal.placed(item, node);
     std::vector<std::string_view> names;
     for (const PutItem& item : items) names.push_back(item.name);
@@ -407,8 +416,10 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
         if (!is_void) continue;
         report.outcomes[i] = PutOutcome::kStored;
         overtaken.push_back(i);
+        // Also of one that no node took: its stripes are there.
+        if (total(items[i].parts) == kManifestBytes) manifests.push_back({i, beginning(items[i].parts)});
     }
-    remove_overtaken(pool, names, overtaken, removal);
+    remove_overtaken(pool, names, overtaken, removal, manifests);
     for (size_t i = 0; i < items.size(); ++i) {
         // Also where a node took it for older: nodes that were not told may have what was there before.
         if (report.outcomes[i] == PutOutcome::kStored && !removal.unsure(i).empty()) {
@@ -421,17 +432,18 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
 // New bytes that a later change had voided when they arrived: the master has them removed a moment later, in
 // which clients would read them.
 void Client::remove_overtaken(Pool& pool, std::span<const std::string_view> names,
-                              std::span<const size_t> items, RemovalSteps& removal) {
+                              std::span<const size_t> items, RemovalSteps& removal,
+                              std::vector<RemovedManifest>& manifests) {
     if (items.empty()) return;
-    std::vector<RemovedManifest> none;
-    (void)remove_older(own_, names, items, removal.later(), none);
+    (void)remove_older(own_, names, items, removal.later(), manifests);
     Mutex merging;
     std::vector<Group> others = removal.overtaken_at(items);
     each(others, [&](Group& group) {
-        std::vector<RemovedManifest> unused;
+        std::vector<RemovedManifest> shown;
         Result<std::vector<uint8_t>> flags =
-            remove_older(*node(pool, group.member), names, group.items, removal.later(), unused);
+            remove_older(*node(pool, group.member), names, group.items, removal.later(), shown);
         MutexLock lock(merging);
+        manifests.insert(manifests.end(), shown.begin(), shown.end());
         removal.overtaken_told(group, flags);
     });
 }

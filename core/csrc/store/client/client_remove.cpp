@@ -121,10 +121,7 @@ void Client::tell_removal(Pool& pool, std::span<const std::string_view> names, R
         Result<std::vector<uint8_t>> flags = tell(pool, names, steps, group, shown);
         MutexLock lock(merging);
         steps.told(now_ms(), group, flags);
-        for (RemovedManifest& manifest : shown) {
-            manifest.item = group.items[manifest.item];
-            manifests.push_back(manifest);
-        }
+        manifests.insert(manifests.end(), shown.begin(), shown.end());
     });
     most.reset();
     steps.all_told();
@@ -146,7 +143,13 @@ Result<std::vector<uint8_t>> Client::remove_older(NodeClient& at, std::span<cons
         some.push_back(names[i]);
         if (!versions.empty()) of_some.push_back(versions[i]);
     }
-    return at.remove_older(some, of_some, shown);
+    std::vector<RemovedManifest> of_these;
+    Result<std::vector<uint8_t>> flags = at.remove_older(some, of_some, of_these);
+    for (RemovedManifest manifest : of_these) {
+        manifest.item = items[manifest.item];
+        shown.push_back(manifest);
+    }
+    return flags;
 }
 
 // Every key: a node that is away may hold copies of which the directory no longer knows.

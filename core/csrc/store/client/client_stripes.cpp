@@ -35,18 +35,6 @@ namespace {
 
 constexpr int kReplacementMaxMs = 128;  // the longest pause for a replacement of which the key is a miss
 
-// The first bytes of an object, wherever its parts lie.
-std::array<std::byte, kManifestBytes> beginning(std::span<const MemoryRef> parts) {
-    std::array<std::byte, kManifestBytes> bytes{};
-    size_t at = 0;
-    for (const MemoryRef& part : parts) {
-        size_t n = std::min<uint64_t>(bytes.size() - at, part.bytes);
-        if (n != 0) std::memcpy(bytes.data() + at, part.data(), n);
-        at += n;
-    }
-    return bytes;
-}
-
 // Reads of all stripes, each to its part of the object's memory.
 struct StripeReads {
     std::vector<std::string> names;
