@@ -83,6 +83,8 @@ void SimClient::on_end() {
 void SimClient::run(Operation operation, std::function<void(const Operation&)> done) {
     operation.begin = world_.now();
     auto call = std::make_shared<Call>(Call{operation, "k" + std::to_string(operation.key), std::move(done)});
+    call->bytes = bytes_of(operation.value);
+    if (is_striped(operation.key)) return run_striped(call);
     switch (operation.kind) {
         case Operation::kGet:
             return get(call);
@@ -93,6 +95,8 @@ void SimClient::run(Operation operation, std::function<void(const Operation&)> d
         case Operation::kPut:
         case Operation::kReplace:
             return put(call);
+        case Operation::kExists:  // of a striped object alone
+            return finish(call, Operation::kNothing);
     }
 }
 
@@ -209,6 +213,9 @@ void SimClient::ask(Line& line, Kind kind, std::function<void(Writer&)> build, A
 
 void SimClient::ask(const At& at, Kind kind, std::function<void(Writer&)> build, Answer answer) {
     Line& line = node_line(at.node);
+    // Of a life before: Peers has a connection for each life of a node.
+    if (line.end != nullptr && line.life != nodes_[at.node]->identity().incarnation && at.life != line.life)
+        lost(line, Error{Code::kUnavailable, "the node was restarted"});
     connect(line, [this, at, &line, kind, build, answer](const Status& status) {
         if (status && at.life && *at.life != line.life)
             return answer(Error{Code::kUnavailable, "the node was restarted"});
@@ -390,19 +397,24 @@ void SimClient::ordered(OrderDone done, std::function<void(const Result<std::vec
     });
 }
 
-void SimClient::remove_at(const At& node, const std::string& name, const std::vector<Version>& versions,
+void SimClient::remove_at(const At& node, const CallRef& call, const std::vector<Version>& versions,
                           std::function<void(const Result<std::vector<uint8_t>>&)> then) {
-    auto build = [name, versions](Writer& w) {
+    auto build = [call, versions](Writer& w) {
         w.number(kSpace);
         w.number(versions.empty() ? uint32_t{1} : uint32_t{1} | kRemoveVersions);
-        w.text16(name);
+        w.text16(call->name);
         for (Version version : versions) w.number(version);
     };
-    ask(node, Kind::kRemove, build, [then](const Result<Bytes>& answer) {
+    ask(node, Kind::kRemove, build, [call, then](const Result<Bytes>& answer) {
         if (!answer) return then(answer.error());
         Reader r = body_of(*answer);
         r.number<uint32_t>();
-        std::vector<uint8_t> flags{r.number<uint8_t>()};
+        auto flag = r.number<uint8_t>();
+        if (flag == kRemovedManifest) {
+            std::string_view bytes = r.bytes(kManifestBytes);
+            std::memcpy(call->shown.emplace_back().bytes.data(), bytes.data(), bytes.size());
+        }
+        std::vector<uint8_t> flags{flag != kNotRemoved};
         then(r.done() ? Result<std::vector<uint8_t>>(flags) : misfit());
     });
 }
@@ -426,7 +438,7 @@ void SimClient::read_at(const At& node, const ReadAsk& what,
 void SimClient::put_at(const At& node, const CallRef& call, Version replaces, Version known, bool anew,
                        std::function<void(const Result<PutOutcome>&)> then) {
     auto build = [call, replaces, known](Writer& w) {
-        std::string bytes = bytes_of(call->operation.value);
+        const std::string& bytes = call->bytes;
         NewKey key{.name = call->name, .parent = {}, .version = replaces != kNoVersion ? replaces : known};
         auto flags = static_cast<uint8_t>(kCommitVersions |
                                           (call->operation.kind == Operation::kReplace ? kCommitReplace : 0));
@@ -495,6 +507,7 @@ void SimClient::get(const CallRef& call) {
         if (own) {
             if (auto bytes = nodes_[host()]->read(call->name)) {
                 call->operation.value = value_in(*bytes);
+                call->bytes = *bytes;
                 return finish(call, Operation::kDone);
             }
             if (nodes_[host()]->has_disk()) return get_from_disk(call);
@@ -514,6 +527,7 @@ void SimClient::get_from_disk(const CallRef& call) {
 }
 
 void SimClient::get_elsewhere(const CallRef& call, bool own_answered) {
+    call->bytes.clear();
     auto search = std::make_shared<Search>();
     search->call = call;
     search->own_answered = own_answered;
@@ -535,13 +549,14 @@ void SimClient::search(const std::shared_ptr<Search>& search) {
             });
         case SearchSteps::Wants::kRead: {
             const NodeItems& node = search->steps->nodes().front();  // one key: one node at a time
-            ReadAsk what{.how = kReadByName, .from = 0, .room = 64, .name = search->call->name};
+            ReadAsk what{.how = kReadByName, .from = 0, .room = 128, .name = search->call->name};
             return read_at(at(node.member), what, [this, search](const Result<std::string>& bytes) {
                 Result<std::vector<int64_t>> sizes = std::vector<int64_t>{kMiss};
                 if (!bytes) {
                     sizes = bytes.error();
                 } else if (!bytes->empty()) {
                     search->call->operation.value = value_in(*bytes);
+                    search->call->bytes = *bytes;
                     search->call->operation.from = at(search->steps->nodes().front().member).node;
                     sizes = std::vector<int64_t>{static_cast<int64_t>(bytes->size())};
                 }
@@ -612,7 +627,7 @@ void SimClient::tell_witnesses(const RemovalRef& removal, std::function<void()> 
     if (witnesses.empty()) return then();
     auto left = std::make_shared<size_t>(witnesses.size());
     for (const NodeItems& node : witnesses) {
-        remove_at(at(node.member), removal->call->name, removal->steps->versions(),
+        remove_at(at(node.member), removal->call, removal->steps->versions(),
                   [this, removal, node, left, then](const Result<std::vector<uint8_t>>& flags) {
                       removal->steps->witnessed(node, flags);
                       if (--*left == 0) tell_witnesses(removal, then);
@@ -637,7 +652,7 @@ void SimClient::go_on(const RemovalRef& removal) {
             removal->waits_for = steps.nodes().size() + 1;
             if (steps.tells_own()) {
                 ++removal->waits_for;
-                remove_at({host()}, removal->call->name, steps.versions(),
+                remove_at({host()}, removal->call, steps.versions(),
                           [this, removal](const Result<std::vector<uint8_t>>& flags) {
                               removal->steps->own_told(flags);
                               one_told(removal);
@@ -648,7 +663,7 @@ void SimClient::go_on(const RemovalRef& removal) {
                     removal->steps->told(now_ms(), removal->steps->nodes()[i], flags);
                     one_told(removal);
                 };
-                remove_at(at(steps.nodes()[i].member), removal->call->name, steps.versions(), told);
+                remove_at(at(steps.nodes()[i].member), removal->call, steps.versions(), told);
             }
             return one_told(removal);
         case RemovalSteps::Wants::kEnd:
@@ -684,6 +699,7 @@ std::vector<size_t> SimClient::note(Put& put, const Result<PutOutcome>& outcome)
     if (!outcome || *outcome == PutOutcome::kRefused) return {0};
     put.older = *outcome == PutOutcome::kOlder;
     put.outcome = Operation::kDone;
+    put.call->is_stored = *outcome == PutOutcome::kStored;
     if (*outcome == PutOutcome::kExists)
         put.outcome = put.unanswered ? Operation::kUnknown : Operation::kNothing;
     return {};
@@ -698,6 +714,7 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
             put->removal = begin_removal(put->call, false, [this, put] {
                 const std::vector<Version>& versions = put->removal->steps->versions();
                 put->version = versions.empty() ? kNoVersion : versions[0];
+                if (is_striped(put->call->operation.key)) show_own_manifest(*put->call);
                 put->steps->removed();
                 go_on(put);
             });
@@ -730,7 +747,7 @@ void SimClient::end(const std::shared_ptr<Put>& put) {
     RemovalSteps& steps = *put->removal->steps;
     std::vector<size_t> left = steps.left_here();
     if (left.empty() || steps.versions().empty()) return end_order(put);
-    remove_at({host()}, put->call->name, steps.versions(),
+    remove_at({host()}, put->call, steps.versions(),
               [this, put, left](const Result<std::vector<uint8_t>>& flags) {
                   put->removal->steps->own_removed(left, flags);
                   end_order(put);
@@ -757,6 +774,10 @@ void SimClient::end_order(const std::shared_ptr<Put>& put) {
 
 // As Client::remove_overtaken.
 void SimClient::end_overtaken(const std::shared_ptr<Put>& put, Version later) {
+    // Its stripes go, also where no node took it.
+    put->call->is_stored = true;
+    if (put->call->bytes.size() == kManifestBytes && !planted_.stripes_overtaken)
+        std::memcpy(put->call->shown.emplace_back().bytes.data(), put->call->bytes.data(), kManifestBytes);
     const size_t only[] = {0};
     std::vector<NodeItems> others = put->removal->steps->overtaken_at(only);
     auto left = std::make_shared<size_t>(1 + others.size());
@@ -766,13 +787,13 @@ void SimClient::end_overtaken(const std::shared_ptr<Put>& put, Version later) {
                                                            : put->outcome);
     };
     for (const NodeItems& node : others) {
-        remove_at(at(node.member), put->call->name, {later},
+        remove_at(at(node.member), put->call, {later},
                   [put, node, one](const Result<std::vector<uint8_t>>& flags) {
                       put->removal->steps->overtaken_told(node, flags);
                       one();
                   });
     }
-    remove_at({host()}, put->call->name, {later}, [one](const auto&) { one(); });
+    remove_at({host()}, put->call, {later}, [one](const auto&) { one(); });
 }
 
 void SimClient::place(const std::shared_ptr<Put>& put) {

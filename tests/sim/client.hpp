@@ -20,6 +20,7 @@
 #include "store/client/search_steps.hpp"
 #include "store/shared/messages.hpp"
 #include "store/shared/space.hpp"
+#include "store/shared/stripes.hpp"
 
 namespace moonpool::sim {
 
@@ -32,6 +33,9 @@ class SimClient final : public Process {
 
     // `done` is called with the operation's outcome, unless the process ends before.
     void run(Operation operation, std::function<void(const Operation&)> done);
+    // client_stripes.cpp. So many of a hundred keys have striped objects, always the same keys.
+    void set_stripes(uint32_t percent) { stripes_ = percent; }
+    bool is_striped(uint32_t key) const { return (key / 2 * 61 + 30) % 100 < stripes_; }
     const std::vector<Finding>& findings() const { return findings_; }
     uint32_t range_of_key(uint32_t key) const;  // whose master it asks
 
@@ -51,6 +55,9 @@ class SimClient final : public Process {
         Operation operation;
         std::string name;
         std::function<void(const Operation&)> done;
+        std::string bytes{};                   // to put, or that were read
+        std::vector<RemovedManifest> shown{};  // what nodes removed under the name
+        bool is_stored = false;
     };
     using CallRef = std::shared_ptr<Call>;
     struct Search {
@@ -78,6 +85,8 @@ class SimClient final : public Process {
         Operation::Outcome outcome = Operation::kUnknown;
         bool older = false, unanswered = false;
     };
+
+    struct Striped;  // operations on striped keys
 
     void on_start() override;
     void on_end() override;
@@ -115,7 +124,7 @@ class SimClient final : public Process {
     void ordered(OrderDone done, std::function<void(const Result<std::vector<Version>>&)> then);
     void ask_place(const PlaceOptions& where, std::function<void(const Result<std::vector<NodeId>>&)> then);
     uint32_t range_of_hash(const Hash128& hash) const;
-    void remove_at(const At& node, const std::string& name, const std::vector<Version>& versions,
+    void remove_at(const At& node, const CallRef& call, const std::vector<Version>& versions,
                    std::function<void(const Result<std::vector<uint8_t>>&)> then);
     void read_at(const At& node, const ReadAsk& what, std::function<void(const Result<std::string>&)> then);
     // anew: where the node knows of later removals it begins anew, and comes after these.
@@ -144,6 +153,8 @@ class SimClient final : public Process {
     void go_on(const std::shared_ptr<Put>& put);
     void place(const std::shared_ptr<Put>& put);
     void pin(const CallRef& call);
+    void run_striped(const CallRef& call);
+    void show_own_manifest(Call& call) const;
     void finish(const CallRef& call, Operation::Outcome outcome);
 
     Network& network_;
@@ -151,6 +162,7 @@ class SimClient final : public Process {
     std::vector<size_t> next_master_;
     std::vector<SimNode*> nodes_;
     const Planted& planted_;
+    uint32_t stripes_ = 0;
     KeyHasher hash_;
     OwnPlace place_;
     std::vector<Line> lines_;

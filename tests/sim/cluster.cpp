@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <map>
 
+#include "stripe_books.hpp"
+
 namespace moonpool::sim {
 
 namespace {
@@ -16,7 +18,7 @@ constexpr Micros kBackWithin = 15 * kSecond, kOperationWithin = 15 * kSecond;
 class Cluster {
    public:
     Cluster(uint64_t seed, const Conditions& conditions, const Planted& planted)
-        : conditions_(conditions), world_(seed), network_(world_) {
+        : conditions_(conditions), exists_first_(seed % 2 == 1), world_(seed), network_(world_) {
         uint32_t hosts = conditions.hosts;
         restarts_.resize(hosts);
         back_at_.resize(hosts);
@@ -45,6 +47,7 @@ class Cluster {
         }
         for (uint32_t host = 0; host < hosts; ++host) {
             clients_.push_back(std::make_unique<SimClient>(world_, network_, of_ranges, raw, host, planted));
+            clients_.back()->set_stripes(conditions.stripes);
         }
         for (Process* process : processes()) {
             double rate = 0.99 + static_cast<double>(world_.random.below(2001)) / 100000;
@@ -68,6 +71,7 @@ class Cluster {
         read_all();
         Report report;
         report.finding = books();
+        if (!report.finding && conditions_.stripes != 0) report.finding = stripe_books();
         for (auto& client : clients_) {
             if (!client->findings().empty()) report.finding = client->findings().front();
         }
@@ -319,14 +323,17 @@ class Cluster {
     }
 
     void read_all() {
-        for (int round = 0; round < 2; ++round) {
-            for (uint32_t key = 0; key < conditions_.keys; ++key) {
-                for (uint32_t client = 0; client < conditions_.hosts; ++client) {
-                    begin(Operation{.kind = Operation::kGet, .client = client, .key = key});
-                }
-            }
-            world_.run_until(world_.now() + kSecond);
+        // Either finds that an object has lost a stripe, and frees it, where the other has not.
+        using enum Operation::Kind;
+        std::vector<Operation::Kind> rounds{kGet, kGet};
+        if (conditions_.stripes != 0) {
+            // A new master has met all nodes by then, and says of what it does not know that it is not there.
+            world_.run_until(world_.now() + conditions_.limits.grace_ms * kMs);
+            // A client whose connection to a master has ended unnoticed has no answer for a while.
+            rounds = {kGet, kGet, kGet, kExists, kExists, kExists};
+            if (exists_first_) rounds = {kExists, kExists, kExists, kGet, kGet};
         }
+        for (Operation::Kind kind : rounds) ask_all(kind);
         Micros end = world_.now() + kOperationWithin;
         auto open = [](const Operation& o) { return o.outcome == Operation::kOpen; };
         while (world_.now() < end && std::ranges::any_of(history_, open)) {
@@ -336,6 +343,16 @@ class Cluster {
         close_those_of_ended_clients();
     }
 
+    void ask_all(Operation::Kind kind) {
+        for (uint32_t key = 0; key < conditions_.keys; ++key) {
+            for (uint32_t client = 0; client < conditions_.hosts; ++client) {
+                if (kind != Operation::kExists || clients_[client]->is_striped(key))
+                    begin(Operation{.kind = kind, .client = client, .key = key});
+            }
+        }
+        world_.run_until(world_.now() + kSecond);
+    }
+
     void close_those_of_ended_clients() {
         for (size_t i = 0; i < history_.size(); ++i) {
             Operation& o = history_[i];
@@ -343,6 +360,16 @@ class Cluster {
             o.outcome = Operation::kUnknown;
             o.end = world_.now();
         }
+    }
+
+    std::optional<Finding> stripe_books() const {
+        std::vector<const Pool*> pools;
+        std::set<std::string> lost;
+        for (const auto& node : nodes_) {
+            pools.push_back(node->pool());
+            lost.insert(node->lost_manifests().begin(), node->lost_manifests().end());
+        }
+        return check_stripes(pools, history_, conditions_.keys, lost);
     }
 
     std::optional<Finding> books() {
@@ -389,6 +416,7 @@ class Cluster {
     }
 
     Conditions conditions_;
+    const bool exists_first_;
     World world_;
     Network network_;
     std::vector<Masters> masters_;  // of each range

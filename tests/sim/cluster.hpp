@@ -1,6 +1,7 @@
 // The simulator of a cluster: one seed is one history. Real code above a simulated world:
 //
-//   SimClient   PutSteps, SearchSteps, RemovalSteps and what they know (core/csrc/store/client)
+//   SimClient   PutSteps, SearchSteps, RemovalSteps, those of striped objects and what they know
+//               (core/csrc/store/client)
 //   SimNode     Pool, ObjectTable, Holdings, SsdTier, MemberProtocol (core/csrc/store/node,
 //   core/csrc/directory),
 //               and the log below SsdTier (core/csrc/ssd), which is stepped instead of having a thread
@@ -26,8 +27,8 @@
 //   test_clean         conditions under which it must not go wrong: many seeds without a finding.
 //   test_planted       mistakes planted into the processes (faults.hpp) that have to be found.
 //
-// What is not simulated yet: several directories of a node, striped objects, groups and chains, handshakes,
-// sockets that take no more bytes.
+// What is not simulated yet: several directories of a node, striped objects on disks, groups and chains,
+// handshakes, sockets that take no more bytes.
 #pragma once
 
 #include <functional>
@@ -67,6 +68,7 @@ struct Conditions {
     uint32_t master_restarts = 0;
     uint32_t client_restarts = 0, standby_restarts = 0;
     uint32_t clock_jumps = 0;
+    uint32_t stripes = 0;      // so many of a hundred keys have striped objects
     uint32_t full = 0;         // so many of a hundred replacements find their node full of what is pinned
     bool standby = false;      // each master has one, on a host of its own
     bool owner_dies = false;   // at a time within the plan, for good; a while later the standby takes over

@@ -25,6 +25,13 @@ struct Planted {
     // Of several ranges: some clients ask the next range's master, which takes each key;
     bool two_ranges = false;
     bool versions_mixed = false;  // and a put comes after the removals of all ranges
+    // Of striped objects: a reader that is overtaken keeps stripes of the object before;
+    bool stripes_mixed = false;
+    bool stripes_left = false;  // a client that finds a stripe lost does not free what is left of the object
+    bool stripes_unpinned = false;   // a pin pins only the first stripe
+    bool stripes_unasked = false;    // a client says of an object that it is there when its manifest is
+    bool stripes_overtaken = false;  // a replacement that was overtaken leaves its stripes
+    bool stripes_unremoved = false;  // a removal does not remove the stripes
 };
 
 }  // namespace moonpool::sim

@@ -44,7 +44,8 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
                                  Micros healed) {
     std::map<uint64_t, Value> values;
     for (const Operation* o : operations) {
-        if (o->outcome == Operation::kNothing || o->kind == Operation::kPin) continue;
+        if (o->outcome == Operation::kNothing || o->kind == Operation::kPin || o->kind == Operation::kExists)
+            continue;
         bool read = o->kind == Operation::kGet;
         if (read && !is_counted_read(*o, healed)) continue;
         Value& value = values[o->value];
@@ -105,7 +106,7 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
 }  // namespace
 
 std::string to_text(const Operation& o) {
-    static const char* const kKinds[] = {"put", "replace", "get", "remove", "pin"};
+    static const char* const kKinds[] = {"put", "replace", "get", "remove", "pin", "exists"};
     static const char* const kOutcomes[] = {"open", "done", "nothing", "unknown", "partly"};
     std::string text = seconds(o.begin) + " to " + seconds(o.end) + "  client-" + std::to_string(o.client) +
                        " " + kKinds[o.kind] + " k" + std::to_string(o.key);

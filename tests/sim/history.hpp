@@ -23,7 +23,8 @@
 namespace moonpool::sim {
 
 struct Operation {
-    enum Kind : uint8_t { kPut, kReplace, kGet, kRemove, kPin };
+    // kExists: whether a striped object is there as a whole; value: 1 it is, 0 it is not.
+    enum Kind : uint8_t { kPut, kReplace, kGet, kRemove, kPin, kExists };
     // Of a write: kDone means acknowledged, kNothing that nothing was changed (the key had bytes before),
     // kUnknown that it may have been carried out or not, kPartly that it was, and that nodes which were away
     // may have what it removes until they are back. Of a read: a value, a miss, or no answer.
@@ -36,6 +37,7 @@ struct Operation {
     std::optional<uint32_t> from{};  // of a read: the host whose node had the value
     bool alone = false;      // of a write: one node at most knows of it, as no other that is in touch answers
     bool forgotten = false;  // the same, and the master was restarted since
+    bool left = false;       // of a write: stripes may stay that no client could remove
     bool away = false;  // the node of its host, or the one that was read, was out of touch with the master
 };
 

@@ -43,6 +43,7 @@ int main(int argc, char** argv) {
                                             {"slow_disk", &c.disk.slow_ms},
                                             {"disk_fails", &c.disk.fails},
                                             {"disk_full", &c.disk.full},
+                                            {"stripes", &c.stripes},
                                             {"clients", &c.client_restarts}};
     std::map<std::string, bool*> flags{{"disks", &c.disks},
                                        {"torn", &c.disk.torn},
@@ -65,6 +66,12 @@ int main(int argc, char** argv) {
                                        {"plant_term_ignored", &planted.term_ignored},
                                        {"plant_two_ranges", &planted.two_ranges},
                                        {"plant_versions_mixed", &planted.versions_mixed},
+                                       {"plant_stripes_mixed", &planted.stripes_mixed},
+                                       {"plant_stripes_left", &planted.stripes_left},
+                                       {"plant_stripes_unpinned", &planted.stripes_unpinned},
+                                       {"plant_stripes_unasked", &planted.stripes_unasked},
+                                       {"plant_stripes_overtaken", &planted.stripes_overtaken},
+                                       {"plant_stripes_unremoved", &planted.stripes_unremoved},
                                        {"standby", &c.standby},
                                        {"owner_stops", &c.owner_stops},
                                        {"owner_dies", &c.owner_dies}};
@@ -87,6 +94,12 @@ int main(int argc, char** argv) {
             std::fprintf(stderr, "\n");
             return 2;
         }
+    }
+    if (c.stripes != 0 && (c.disks || c.memory_objects != 0)) {
+        std::fprintf(
+            stderr,
+            "striped objects on disks are not simulated: leave stripes, or disks and memory_objects\n");
+        return 2;
     }
     c.apart = apart_ms * kMs;
     c.lasts = lasts_ms * kMs;

@@ -8,6 +8,8 @@
 #include "frames.hpp"
 #include "store/shared/descriptor.hpp"
 #include "store/shared/messages.hpp"
+#include "store/shared/stripes.hpp"
+#include "stripe_books.hpp"
 
 namespace moonpool::sim {
 
@@ -222,6 +224,7 @@ MemberHooks SimNode::hooks(const Range& range) {
 }
 
 void SimNode::on_end() {
+    lost_manifests_.merge(manifests());
     callers_.clear();
     for (Agent& agent : agents_) {
         agent.link.reset();
@@ -322,7 +325,21 @@ bool SimNode::in_pool(const SimMaster& master) const {
     });
 }
 
+std::set<std::string> SimNode::manifests() const {
+    std::set<std::string> groups;
+    const ObjectTable& table = pool()->table();
+    for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
+        if (!table.committed(slot) || table.entry(slot).size != kManifestBytes) continue;
+        std::string name(table.name(slot));
+        std::string bytes = *read(name);
+        auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), name);
+        if (manifest) groups.insert(manifest->group_name());
+    }
+    return groups;
+}
+
 bool SimNode::drop(const Drops& drops, const Range& range) {
+    std::set<std::string> before = manifests();
     if (!planted_.drop_lost) {
         if (drops.all) drop_all_of_disk(drops.all_before, range);
         uint32_t cursor = 0;
@@ -333,6 +350,12 @@ bool SimNode::drop(const Drops& drops, const Range& range) {
         for (const Drop& drop : drops.items) holdings_->drop(drop);
     }
     removals_->set_applied(range.index, drops.upto);
+    if (!before.empty()) {
+        std::set<std::string> after = manifests();
+        for (const std::string& group : before) {
+            if (!after.contains(group)) lost_manifests_.insert(group);
+        }
+    }
     return true;
 }
 
@@ -373,8 +396,12 @@ bool SimNode::accept(std::shared_ptr<End> end) {
 void SimNode::drop_caller(uint64_t id) {
     auto it = callers_.find(id);
     if (it == callers_.end()) return;
-    for (auto& [pin, pinned] : it->second.pins) store_pool().table().unpin(pinned.slot, pinned.generation);
+    for (auto& [pin, pinned] : it->second.pins) unpin(pinned);
     callers_.erase(it);
+}
+
+void SimNode::unpin(const std::vector<Pinned>& pinned) {
+    for (const Pinned& what : pinned) store_pool().table().unpin(what.slot, what.generation);
 }
 
 // The answers of a connection keep their order.
@@ -448,8 +475,7 @@ void SimNode::handle(uint64_t id, const Bytes& frame, bool resumed) {
         case Kind::kRelease: {
             auto pin = it->second.pins.find(body.number<uint64_t>());
             if (pin != it->second.pins.end()) {
-                if (!planted_.unpin_lost)
-                    store_pool().table().unpin(pin->second.slot, pin->second.generation);
+                if (!planted_.unpin_lost) unpin(pin->second);
                 it->second.pins.erase(pin);
             }
             return;
@@ -544,23 +570,28 @@ void SimNode::on_read(const FrameHeader&, Reader body, Bytes& out) {
 }
 
 void SimNode::on_lookup(Caller& caller, const FrameHeader&, Reader body, Bytes& out) {
-    LookupHead::read(body);
-    uint32_t slot = store_pool().find(space_, body.bytes16());
+    LookupHead head = LookupHead::read(body);
     ObjectTable& table = store_pool().table();
-    Descriptor found;
-    uint64_t pin = 0;
-    if (slot != kNoSlot) {
+    std::vector<Descriptor> found(head.names);
+    std::vector<Pinned> pinned;
+    uint32_t hits = 0;
+    for (Descriptor& row : found) {
+        uint32_t slot = store_pool().find(space_, body.bytes16());
+        if (slot == kNoSlot) continue;
         const IndexEntry& entry = table.entry(slot);
-        found = Descriptor{entry.offset, entry.size, table.generation(slot), entry.crc, slot};
-        pin = next_pin_++;
-        if (!planted_.pin_lost) {
-            table.pin(slot);
-            caller.pins.emplace(pin, Pinned{slot, found.generation});
-        }
+        row = Descriptor{entry.offset, entry.size, table.generation(slot), entry.crc, slot};
+        ++hits;
+        pinned.push_back({slot, row.generation});
+        if (!head.pins()) table.touch(slot);
+    }
+    uint64_t pin = head.pins() && hits != 0 ? next_pin_++ : 0;
+    if (pin != 0 && !planted_.pin_lost) {
+        for (const Pinned& what : pinned) table.pin(what.slot);
+        caller.pins.emplace(pin, std::move(pinned));
     }
     Writer w(out);
-    LookupFound{pin, pin != 0, false, 1}.write(w);
-    w.number(found);
+    LookupFound{pin, hits, false, head.names}.write(w);
+    for (const Descriptor& row : found) w.number(row);
 }
 
 void SimNode::on_remove(const FrameHeader&, Reader body, Bytes& out) {
@@ -570,26 +601,36 @@ void SimNode::on_remove(const FrameHeader&, Reader body, Bytes& out) {
     n &= ~kRemoveVersions;
     std::vector<std::string> names;
     for (uint32_t i = 0; i < n; ++i) names.emplace_back(body.bytes16());
+    bool exact = !ordered && body.left() != 0;
     Writer w(out);
     w.number(n);
+    std::string manifests;
     for (const std::string& name : names) {
-        Version version = ordered ? body.number<Version>() : UINT64_MAX;
-        if (!planted_.removal_lost) removals_->add(store_pool().hash(space_, name), version);
+        uint64_t number = ordered || exact ? body.number<uint64_t>() : 0;
+        Version version = ordered ? number : UINT64_MAX;
+        if (!exact && !planted_.removal_lost) removals_->add(store_pool().hash(space_, name), version);
+        ObjectTable& table = store_pool().table();
         uint32_t slot = store_pool().find(space_, name);
-        if (slot != kNoSlot && store_pool().table().version(slot) >= version) {
+        bool goes =
+            slot != kNoSlot && (exact ? table.generation(slot) == number : table.version(slot) < version);
+        if (slot != kNoSlot && !goes) {
             w.number(kNotRemoved);
             continue;
         }
-        bool was_there = slot != kNoSlot;
-        if (was_there && !planted_.removal_lost) store_pool().table().remove(slot);
-        if (ssd_ != nullptr) {
+        std::string bytes = goes ? *read(name) : std::string();
+        bool is_manifest = may_be_manifest(std::as_bytes(std::span(bytes)));
+        if (is_manifest) manifests += bytes;
+        bool was_there = goes;
+        if (goes && !planted_.removal_lost) table.remove(slot);
+        if (ssd_ != nullptr && (goes || !exact)) {
             bool on_disk = ssd_->holds(store_pool(), space_, name);
             was_there |= on_disk;
             if (!planted_.removal_lost && (on_disk || !planted_.write_survives))
                 (void)ssd_->forget(store_pool(), space_, name);
         }
-        w.number(was_there ? kRemoved : kNotRemoved);
+        w.number(is_manifest ? kRemovedManifest : was_there ? kRemoved : kNotRemoved);
     }
+    w.bytes(manifests.data(), manifests.size());
 }
 
 }  // namespace moonpool::sim

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -63,6 +64,10 @@ class SimNode final : public Process {
     uint64_t objects_on_disk(const Range& range) const;
     void break_master_link();
 
+    // Groups of the stripes of which it had the manifest at its end, or dropped it by order of a master: no
+    // client frees them.
+    const std::set<std::string>& lost_manifests() const { return lost_manifests_; }
+
    private:
     struct Pinned {
         uint32_t slot;
@@ -70,7 +75,7 @@ class SimNode final : public Process {
     };
     struct Caller {  // a connection, and what it has pinned
         std::shared_ptr<End> end;
-        std::map<uint64_t, Pinned> pins;
+        std::map<uint64_t, std::vector<Pinned>> pins;
         bool waits = false;  // until the disk has what its last frame asks for
         std::deque<Bytes> behind{};
     };
@@ -109,9 +114,11 @@ class SimNode final : public Process {
     OnDisk promised(bool after_power_failure) const;
     void compare_disk();
     void compare_memory();
+    std::set<std::string> manifests() const;  // the groups of their stripes
 
     // The store.
     void drop_caller(uint64_t id);
+    void unpin(const std::vector<Pinned>& pinned);
     void on_frame(uint64_t caller, const Bytes& frame);
     void handle(uint64_t caller, const Bytes& frame, bool resumed);
     void on_put(const FrameHeader& header, Reader body, Bytes& out);
@@ -133,6 +140,7 @@ class SimNode final : public Process {
     std::optional<OnDisk> promised_;  // by the former life
     bool power_fails_ = false, shutting_down_ = false;
     std::vector<Finding> findings_;
+    std::set<std::string> lost_manifests_;
 
     Holdings::Pools pools_;
     uint32_t space_ = 0;

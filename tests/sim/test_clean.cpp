@@ -349,6 +349,52 @@ TEST_CASE("sim: nodes with small memories and slow disks, and masters that end")
     expect_none_from(2057, c);
 }
 
+// What is checked of them: client_stripes.cpp and stripe_books.hpp.
+TEST_CASE("sim: striped objects are there as a whole, or not at all") {
+    Conditions c = clean_conditions();
+    c.stripes = 100;
+    expect_none("sim, stripes", 20, c);
+    c.stripes = 60;
+    c.ranges = 3;
+    c.client_restarts = 1;
+    expect_none("sim, stripes and whole objects", 20, c);
+}
+
+TEST_CASE("sim: a striped object that lost stripes with their node ends") {
+    Conditions c = clean_conditions();
+    c.stripes = 100;
+    c.restarts = 2;
+    expect_none("sim, stripes and restarts", 30, c);
+    c.disks = true;
+    c.master_restarts = 1;
+    expect_none("sim, stripes and new masters", 20, c);
+}
+
+TEST_CASE("sim: striped objects outlive cuts and nodes that stand still") {
+    Conditions c = clean_conditions();
+    c.stripes = 100;
+    c.cuts = 2;
+    expect_none("sim, stripes and cuts", 20, c);
+    c.stops = c.broken_links = 2;
+    expect_none("sim, stripes and stops", 20, c);
+}
+
+// Each client once left the stripes of a replacement that a later one overtook, and of what was put at its
+// own node between its look there and its place in the order (88).
+TEST_CASE("sim: two hosts that replace a striped object leave the stripes of one") {
+    Conditions c;
+    c.puts = 0;
+    c.keys = 2;
+    c.pins = 2;
+    c.stripes = 100;
+    expect_none("sim, stripes and replacements", 30, c);
+    c = clean_conditions();
+    c.stripes = 100;
+    c.stops = 2;
+    Search found = search(88, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
 TEST_CASE("sim: a seed is one history") {
     Conditions c;
     c.restarts = c.stops = c.cuts = c.master_restarts = 1;

@@ -126,6 +126,25 @@ Conditions with_slow_disks() {
 
 bool is_removed_value(const Finding& finding) { return finding.kind == Finding::kRemovedValue; }
 
+// Striped objects, and nodes that lose what they have.
+Conditions with_stripes() {
+    Conditions c;
+    c.apart = 300 * kMs;
+    c.stripes = 100;
+    c.restarts = 2;
+    return c;
+}
+
+// Striped objects that two clients replace and remove at any moment.
+Conditions with_striped_replacements() {
+    Conditions c;
+    c.puts = 0;
+    c.pins = 2;
+    c.keys = 2;
+    c.stripes = 100;
+    return c;
+}
+
 // first: of a mistake that few histories show.
 void expect_found(
     const Planted& planted, const Conditions& conditions = with_drops(), uint64_t seeds = kSeeds,
@@ -141,7 +160,8 @@ TEST_CASE("sim, planted: nothing is found without a mistake") {
     for (const Conditions& conditions :
          {with_drops(), with_replacements(), with_new_masters(), with_late_puts(), with_a_standby(),
           with_a_former_owner(), with_late_replacements(), with_masters_and_nodes_that_restart(),
-          with_second_attempts(), with_two_ranges(), with_disks(), with_slow_disks()}) {
+          with_second_attempts(), with_two_ranges(), with_disks(), with_slow_disks(), with_stripes(),
+          with_striped_replacements()}) {
         Search found = search(1, 2 * kSeeds, conditions);
         if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
     }
@@ -212,3 +232,27 @@ TEST_CASE("sim, planted: a put that comes after the removals of another range") 
 TEST_CASE("sim, planted: a released pin that stays") { expect_found({.unpin_lost = true}); }
 
 TEST_CASE("sim, planted: changes that a node does not tell") { expect_found({.rows_lost = true}); }
+
+TEST_CASE("sim, planted: a reader that is overtaken keeps stripes of the object before") {
+    expect_found({.stripes_mixed = true}, with_striped_replacements());
+}
+
+TEST_CASE("sim, planted: a lost stripe that does not free the rest of its object") {
+    expect_found({.stripes_left = true}, with_stripes());
+}
+
+TEST_CASE("sim, planted: a client that says of an object without a stripe that it is there") {
+    expect_found({.stripes_unasked = true}, with_stripes(), 60);
+}
+
+TEST_CASE("sim, planted: a pin on the first stripe alone") {
+    expect_found({.stripes_unpinned = true}, with_striped_replacements());
+}
+
+TEST_CASE("sim, planted: a removal that leaves the stripes") {
+    expect_found({.stripes_unremoved = true}, with_striped_replacements());
+}
+
+TEST_CASE("sim, planted: a replacement that was overtaken and leaves its stripes") {
+    expect_found({.stripes_overtaken = true}, with_striped_replacements());
+}

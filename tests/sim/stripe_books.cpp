@@ -1,0 +1,109 @@
+#include "stripe_books.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+
+namespace moonpool::sim {
+
+namespace {
+
+// Everything in the pools, whichever has it.
+std::map<std::string, std::vector<std::string>> contents(const std::vector<const Pool*>& pools) {
+    std::map<std::string, std::vector<std::string>> all;
+    for (const Pool* pool : pools) {
+        const ObjectTable& table = pool->table();
+        for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
+            if (!table.committed(slot)) continue;
+            const IndexEntry& entry = table.entry(slot);
+            all[std::string(table.name(slot))].emplace_back(
+                reinterpret_cast<const char*>(pool->data() + entry.offset), entry.size);
+        }
+    }
+    return all;
+}
+
+bool may_leave(const Operation& o) {
+    return o.left || o.outcome == Operation::kUnknown || o.outcome == Operation::kPartly ||
+           o.outcome == Operation::kOpen;
+}
+
+bool is_change(const Operation& o) {
+    return o.kind == Operation::kPut || o.kind == Operation::kReplace || o.kind == Operation::kRemove;
+}
+
+// Whether a stripe of that value may stay without a manifest.
+bool may_stay(uint64_t value, const std::vector<Operation>& history) {
+    auto write =
+        std::ranges::find_if(history, [&](const Operation& o) { return is_change(o) && o.value == value; });
+    if (write == history.end()) return false;
+    return std::ranges::any_of(history, [&](const Operation& o) {
+        return is_change(o) && o.key == write->key && o.end >= write->begin && may_leave(o);
+    });
+}
+
+std::optional<Finding> exists_what_is_read(const std::vector<Operation>& history) {
+    std::map<std::pair<uint32_t, uint32_t>, const Operation*> reads, questions;  // the last of each
+    for (const Operation& o : history) {
+        if (o.kind == Operation::kGet) reads[{o.client, o.key}] = &o;
+        if (o.kind == Operation::kExists) questions[{o.client, o.key}] = &o;
+    }
+    for (const auto& [of, question] : questions) {
+        const Operation &o = *question, &read = *reads[of];
+        const bool both = o.outcome == Operation::kDone && read.outcome == Operation::kDone;
+        if (both && (o.value != 0) == (read.value != 0)) continue;
+        return Finding{Finding::kBooks, "not what was read: " + to_text(o), o.key, true};
+    }
+    return std::nullopt;
+}
+
+}  // namespace
+
+const Secrets& cluster_secrets() {
+    static const Secrets secrets("of the simulated cluster");
+    return secrets;
+}
+
+std::string stripe_of(uint64_t value, uint64_t number) {
+    std::string bytes(2 * sizeof(uint64_t), '\0');
+    std::memcpy(bytes.data(), &value, sizeof(value));
+    std::memcpy(bytes.data() + sizeof(value), &number, sizeof(number));
+    return bytes;
+}
+
+std::optional<Finding> check_stripes(const std::vector<const Pool*>& pools,
+                                     const std::vector<Operation>& history, uint32_t keys,
+                                     const std::set<std::string>& lost) {
+    if (auto finding = exists_what_is_read(history)) return finding;
+    auto all = contents(pools);
+    std::set<std::string> named;
+    for (uint32_t key = 0; key < keys; ++key) {
+        const std::string name = "k" + std::to_string(key);
+        for (const std::string& bytes : all[name]) {
+            auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), name);
+            if (!manifest) continue;
+            for (const std::string& stripe : manifest->stripe_names()) {
+                if (!all.contains(stripe))
+                    return Finding{Finding::kBooks, name + ": an object that lost a stripe stays", key, true};
+                named.insert(stripe);
+            }
+        }
+    }
+    for (const auto& [name, copies] : all) {
+        if (!is_stripe(name) || named.contains(name)) continue;
+        if (lost.contains(name.substr(0, name.size() - sizeof(uint64_t)))) continue;
+        uint64_t value = 0;
+        std::memcpy(&value, copies.front().data(), sizeof(value));
+        if (may_stay(value, history)) continue;
+        auto write = std::ranges::find_if(
+            history, [&](const Operation& o) { return is_change(o) && o.value == value; });
+        std::optional<uint32_t> key;
+        if (write != history.end()) key = write->key;
+        return Finding{Finding::kBooks,
+                       "a stripe of value " + std::to_string(value) + " stays without a manifest", key, true};
+    }
+    return std::nullopt;
+}
+
+}  // namespace moonpool::sim
