@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "base/crc32c.hpp"
 #include "directory/protocol.hpp"
@@ -711,10 +712,13 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
         case PutSteps::Wants::kDone:
             return end(put);
         case PutSteps::Wants::kRemove:
+            // As Client::put_some: what is here by now is older, what comes later need not be.
+            if (is_striped(put->call->operation.key)) show_own_manifest(*put->call, put->call->shown);
             put->removal = begin_removal(put->call, false, [this, put] {
                 const std::vector<Version>& versions = put->removal->steps->versions();
                 put->version = versions.empty() ? kNoVersion : versions[0];
-                if (is_striped(put->call->operation.key)) show_own_manifest(*put->call);
+                if (is_striped(put->call->operation.key))
+                    show_own_manifest(*put->call, planted_.stripes_later ? put->call->shown : put->seen_here);
                 put->steps->removed();
                 go_on(put);
             });
@@ -729,6 +733,9 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
                               if (!own && put->removal != nullptr) put->removal->steps->not_answered_here(0);
                               if (left.empty() && put->removal != nullptr && !put->older)
                                   put->removal->steps->placed_here(0);
+                              if (own && *own == PutOutcome::kStored)
+                                  std::ranges::copy(put->seen_here, std::back_inserter(put->call->shown));
+                              put->seen_here.clear();
                               put->steps->put(left);
                               go_on(put);
                           });

@@ -84,6 +84,7 @@ class SimClient final : public Process {
         size_t attempts = 0;
         Operation::Outcome outcome = Operation::kUnknown;
         bool older = false, unanswered = false;
+        std::vector<RemovedManifest> seen_here{};  // at the own node, after the replacement had its place
     };
 
     struct Striped;  // operations on striped keys
@@ -154,7 +155,7 @@ class SimClient final : public Process {
     void place(const std::shared_ptr<Put>& put);
     void pin(const CallRef& call);
     void run_striped(const CallRef& call);
-    void show_own_manifest(Call& call) const;
+    void show_own_manifest(const Call& call, std::vector<RemovedManifest>& shown) const;
     void finish(const CallRef& call, Operation::Outcome outcome);
 
     Network& network_;

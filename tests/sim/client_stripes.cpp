@@ -815,11 +815,11 @@ void SimClient::run_striped(const CallRef& call) {
 }
 
 // As Client::own_manifests.
-void SimClient::show_own_manifest(Call& call) const {
+void SimClient::show_own_manifest(const Call& call, std::vector<RemovedManifest>& shown) const {
     if (lines_[ranges() + host()].end == nullptr) return;
     std::optional<std::string> bytes = nodes_[host()]->read(call.name);
     if (!bytes || bytes->size() != kManifestBytes) return;
-    std::memcpy(call.shown.emplace_back().bytes.data(), bytes->data(), bytes->size());
+    std::memcpy(shown.emplace_back().bytes.data(), bytes->data(), bytes->size());
 }
 
 }  // namespace moonpool::sim

@@ -369,7 +369,8 @@ class Cluster {
             pools.push_back(node->pool());
             lost.insert(node->lost_manifests().begin(), node->lost_manifests().end());
         }
-        return check_stripes(pools, history_, conditions_.keys, lost);
+        const bool none_lost = conditions_.restarts == 0 && conditions_.full == 0;
+        return check_stripes(pools, history_, conditions_.keys, lost, none_lost);
     }
 
     std::optional<Finding> books() {

@@ -31,6 +31,7 @@ struct Planted {
     bool stripes_unpinned = false;   // a pin pins only the first stripe
     bool stripes_unasked = false;    // a client says of an object that it is there when its manifest is
     bool stripes_overtaken = false;  // a replacement that was overtaken leaves its stripes
+    bool stripes_later = false;      // a replacement frees the stripes of a later one
     bool stripes_unremoved = false;  // a removal does not remove the stripes
 };
 

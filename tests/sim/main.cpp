@@ -71,6 +71,7 @@ int main(int argc, char** argv) {
                                        {"plant_stripes_unpinned", &planted.stripes_unpinned},
                                        {"plant_stripes_unasked", &planted.stripes_unasked},
                                        {"plant_stripes_overtaken", &planted.stripes_overtaken},
+                                       {"plant_stripes_later", &planted.stripes_later},
                                        {"plant_stripes_unremoved", &planted.stripes_unremoved},
                                        {"standby", &c.standby},
                                        {"owner_stops", &c.owner_stops},

@@ -58,6 +58,27 @@ std::optional<Finding> exists_what_is_read(const std::vector<Operation>& history
     return std::nullopt;
 }
 
+// A reader that finds a stripe lost removes what is left of the object, so afterwards all books agree: only
+// the miss tells of live stripes that were freed.
+std::optional<Finding> replaced_is_read(const std::vector<Operation>& history) {
+    std::map<uint32_t, bool> stays;
+    std::map<std::pair<uint32_t, uint32_t>, const Operation*> reads;  // the last of each
+    for (const Operation& o : history) {
+        if (o.kind == Operation::kGet) reads[{o.client, o.key}] = &o;
+        if (!is_change(o)) continue;
+        const bool is_done = o.kind == Operation::kReplace && o.outcome == Operation::kDone && !o.left;
+        auto [of, is_first] = stays.try_emplace(o.key, true);
+        of->second &= is_done;
+    }
+    for (const auto& [of, read] : reads) {
+        auto key = stays.find(of.second);
+        const bool is_miss = read->outcome == Operation::kDone && read->value == 0;
+        if (key == stays.end() || !key->second || !is_miss) continue;
+        return Finding{Finding::kBooks, "what was replaced is lost: " + to_text(*read), read->key, true};
+    }
+    return std::nullopt;
+}
+
 }  // namespace
 
 const Secrets& cluster_secrets() {
@@ -74,8 +95,9 @@ std::string stripe_of(uint64_t value, uint64_t number) {
 
 std::optional<Finding> check_stripes(const std::vector<const Pool*>& pools,
                                      const std::vector<Operation>& history, uint32_t keys,
-                                     const std::set<std::string>& lost) {
+                                     const std::set<std::string>& lost, bool none_lost) {
     if (auto finding = exists_what_is_read(history)) return finding;
+    if (auto finding = none_lost ? replaced_is_read(history) : std::nullopt) return finding;
     auto all = contents(pools);
     std::set<std::string> named;
     for (uint32_t key = 0; key < keys; ++key) {

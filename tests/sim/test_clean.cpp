@@ -395,6 +395,25 @@ TEST_CASE("sim: two hosts that replace a striped object leave the stripes of one
     if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
 }
 
+// 33 and 147: a client freed the stripes of a later replacement, of which it had seen the manifest at its own
+// node.
+TEST_CASE("sim: a striped object that is only replaced stays") {
+    Conditions c;
+    c.puts = c.removes = c.pins = 0;
+    c.keys = 2;
+    c.stripes = 100;
+    c.operations = 400;
+    c.lasts = 2 * kSecond;
+    for (uint64_t seed : {10, 147}) {
+        Search found = search(seed, 10, c);
+        if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    }
+    c.hosts = 2;
+    c.operations = 100;
+    c.lasts = kSecond / 2;
+    expect_none("sim, stripes and replacements alone", 40, c);
+}
+
 TEST_CASE("sim: a seed is one history") {
     Conditions c;
     c.restarts = c.stops = c.cuts = c.master_restarts = 1;

@@ -145,6 +145,16 @@ Conditions with_striped_replacements() {
     return c;
 }
 
+// Two hosts replace a striped object again and again; it is never removed.
+Conditions with_striped_replacements_alone() {
+    Conditions c = with_striped_replacements();
+    c.removes = c.pins = 0;
+    c.hosts = 2;
+    c.lasts = kSecond / 2;
+    c.operations = 100;
+    return c;
+}
+
 // first: of a mistake that few histories show.
 void expect_found(
     const Planted& planted, const Conditions& conditions = with_drops(), uint64_t seeds = kSeeds,
@@ -161,7 +171,7 @@ TEST_CASE("sim, planted: nothing is found without a mistake") {
          {with_drops(), with_replacements(), with_new_masters(), with_late_puts(), with_a_standby(),
           with_a_former_owner(), with_late_replacements(), with_masters_and_nodes_that_restart(),
           with_second_attempts(), with_two_ranges(), with_disks(), with_slow_disks(), with_stripes(),
-          with_striped_replacements()}) {
+          with_striped_replacements(), with_striped_replacements_alone()}) {
         Search found = search(1, 2 * kSeeds, conditions);
         if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
     }
@@ -255,4 +265,8 @@ TEST_CASE("sim, planted: a removal that leaves the stripes") {
 
 TEST_CASE("sim, planted: a replacement that was overtaken and leaves its stripes") {
     expect_found({.stripes_overtaken = true}, with_striped_replacements());
+}
+
+TEST_CASE("sim, planted: a replacement that frees the stripes of a later one") {
+    expect_found({.stripes_later = true}, with_striped_replacements_alone(), 60);
 }

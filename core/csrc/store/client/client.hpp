@@ -264,7 +264,8 @@ class Client {
     Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
     // Keys of one range, where there are several and the put replaces.
     Result<PutReport> put_some(std::span<const PutItem> given, const PutOptions& options, size_t attempt = 1);
-    void remove_left_here(std::span<const std::string_view> names, RemovalSteps& removal);
+    void remove_left_here(std::span<const std::string_view> names, RemovalSteps& removal,
+                          std::vector<RemovedManifest>& manifests);
     // manifests: what lies under the keys no longer.
     void end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal, PutReport& report,
                          std::vector<RemovedManifest>& manifests);

@@ -12,6 +12,7 @@
 // locations_ know it: this client finds, replaces and removes its own copies at once.
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <numeric>
 #include <thread>
 
@@ -274,8 +275,9 @@ Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOpti
     plan.own_wanted = !wanted.empty() && wanted.front().node == nullptr;
     plan.elsewhere_wanted = !wanted.empty() && !plan.own_wanted;
     std::vector<RemovedManifest> replaced;
-    std::optional<RemovalSteps> removal;  // of what is replaced
-    std::vector<PutItem> ordered;         // items, with their versions
+    std::vector<RemovedManifest> seen_here;  // after the place in the order was taken
+    std::optional<RemovalSteps> removal;     // of what is replaced
+    std::vector<PutItem> ordered;            // items, with their versions
     Error own_error;
     using Wants = PutSteps::Wants;
     PutSteps steps(items.size(), plan);
@@ -284,12 +286,16 @@ Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOpti
         switch (steps.wants()) {
             case Wants::kRemove: {
                 std::vector<std::string_view> names = names_of(left);
+                // What is here before the place in the order is taken is older.
+                const bool replaces_here = !steps.removes_here() && !options.unique;
+                if (replaces_here) own_manifests(names, replaced);
                 removal.emplace(hashes(names), others->own, steps.removes_here() && !options.unique,
                                 locations_, recent_, options.unique);
                 tell_removal(*others, names, *removal, replaced);
-                // What is put here between this and the new bytes is older than these: its client hears that
-                // it was overtaken, and frees it.
-                if (!steps.removes_here() && !options.unique) own_manifests(names, replaced);
+                // What has come since may be newer, so it counts once the own node has put the new bytes in
+                // its place. What comes between this look and them is older: its client hears that it was
+                // overtaken, and frees it.
+                if (replaces_here) own_manifests(names, seen_here);
                 if (options.unique && !removal->no_master().empty()) {
                     return Error{
                         Code::kUnavailable,
@@ -341,6 +347,9 @@ Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOpti
                         report.outcomes[left[k]] = own->outcomes[k];
                         bool here = own->outcomes[k] == PutOutcome::kStored;
                         if (removal && options.ack && here) removal->placed_here(left[k]);
+                        if (!here) continue;
+                        std::ranges::copy_if(seen_here, std::back_inserter(replaced),
+                                             [&](const auto& seen) { return seen.item == left[k]; });
                     }
                     for (size_t k : own->manifest_sized) report.manifest_sized.push_back(left[k]);
                     report.refusal = own->refusal;
@@ -406,7 +415,7 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
     for (auto [item, node] : report.placed) removal.placed(item, node);
     std::vector<std::string_view> names;
     for (const PutItem& item : items) names.push_back(item.name);
-    remove_left_here(names, removal);
+    remove_left_here(names, removal, manifests);
     end_removal(pool, names, removal);
     std::vector<size_t> overtaken;
     report.unsure.clear();
@@ -450,11 +459,11 @@ void Client::remove_overtaken(Pool& pool, std::span<const std::string_view> name
 
 // What the own node had where it refused the new bytes, as it is full of what is pinned: its clients would
 // read that first.
-void Client::remove_left_here(std::span<const std::string_view> names, RemovalSteps& removal) {
+void Client::remove_left_here(std::span<const std::string_view> names, RemovalSteps& removal,
+                              std::vector<RemovedManifest>& manifests) {
     const std::vector<size_t> left = removal.left_here();
     if (left.empty() || removal.versions().size() != names.size()) return;
-    std::vector<RemovedManifest> none;  // its stripes are removed with those of other copies
-    removal.own_removed(left, remove_older(own_, names, left, removal.versions(), none));
+    removal.own_removed(left, remove_older(own_, names, left, removal.versions(), manifests));
 }
 
 PutHow Client::how(const PutOptions& options, bool ack) {
