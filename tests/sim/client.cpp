@@ -730,6 +730,7 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
             return put_at({host()}, put->call, put->version, put->known, true,
                           [this, put](const Result<PutOutcome>& own) {
                               std::vector<size_t> left = note(*put, own);
+                              put->own_unanswered = !own;
                               if (!own && put->removal != nullptr) put->removal->steps->not_answered_here(0);
                               if (left.empty() && put->removal != nullptr && !put->older)
                                   put->removal->steps->placed_here(0);
@@ -750,6 +751,7 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
 
 // As Client::end_replacement.
 void SimClient::end(const std::shared_ptr<Put>& put) {
+    put->call->is_unanswered = put->own_unanswered && !put->steps->left().empty();
     if (put->removal == nullptr) return finish(put->call, put->outcome);
     RemovalSteps& steps = *put->removal->steps;
     std::vector<size_t> left = steps.left_here();

@@ -58,6 +58,7 @@ class SimClient final : public Process {
         std::string bytes{};                   // to put, or that were read
         std::vector<RemovedManifest> shown{};  // what nodes removed under the name
         bool is_stored = false;
+        bool is_unanswered = false;  // a put that ended with the error of its own node, which did not answer
     };
     using CallRef = std::shared_ptr<Call>;
     struct Search {
@@ -83,7 +84,7 @@ class SimClient final : public Process {
         Version known = kNoVersion;    // the removals that it comes after
         size_t attempts = 0;
         Operation::Outcome outcome = Operation::kUnknown;
-        bool older = false, unanswered = false;
+        bool older = false, unanswered = false, own_unanswered = false;
         std::vector<RemovedManifest> seen_here{};  // at the own node, after the replacement had its place
     };
 

@@ -660,6 +660,8 @@ struct SimClient::Striped : std::enable_shared_from_this<SimClient::Striped> {
         c.put(part(kind, name(), bytes, [this, self = shared_from_this(), then](Call& put) {
             call->operation.alone = put.operation.alone;
             outcome = put.operation.outcome;
+            // The node may have the manifest, or get it yet: its stripes stay.
+            if (put.is_unanswered) return finish(Operation::kUnknown);
             PutOutcome is = put.is_stored                                  ? PutOutcome::kStored
                             : put.operation.outcome == Operation::kNothing ? PutOutcome::kExists
                                                                            : PutOutcome::kRefused;
