@@ -33,13 +33,23 @@ bool is_change(const Operation& o) {
     return o.kind == Operation::kPut || o.kind == Operation::kReplace || o.kind == Operation::kRemove;
 }
 
-// Whether a stripe of that value may stay without a manifest.
+// Whether a stripe of that value may stay without a manifest: it was left by its own write, or by a change
+// while its manifest may have stood. That ends with the first replacement or removal that comes after the
+// write and reaches all nodes.
 bool may_stay(uint64_t value, const std::vector<Operation>& history) {
     auto write =
         std::ranges::find_if(history, [&](const Operation& o) { return is_change(o) && o.value == value; });
     if (write == history.end()) return false;
+    if (may_leave(*write)) return true;
+    Micros gone = UINT64_MAX;
+    for (const Operation& o : history) {
+        const bool ends_it = o.kind == Operation::kReplace || o.kind == Operation::kRemove;
+        if (ends_it && o.key == write->key && o.begin >= write->end && o.outcome == Operation::kDone)
+            gone = std::min(gone, o.end);
+    }
     return std::ranges::any_of(history, [&](const Operation& o) {
-        return is_change(o) && o.key == write->key && o.end >= write->begin && may_leave(o);
+        return is_change(o) && o.key == write->key && o.end >= write->begin && o.begin <= gone &&
+               may_leave(o);
     });
 }
 

@@ -145,6 +145,13 @@ Conditions with_striped_replacements() {
     return c;
 }
 
+// The same, while some nodes do not answer: many a change is not acknowledged.
+Conditions with_unsure_striped_replacements() {
+    Conditions c = with_striped_replacements();
+    c.cuts = c.stops = 2;
+    return c;
+}
+
 // Two hosts replace a striped object again and again; it is never removed.
 Conditions with_striped_replacements_alone() {
     Conditions c = with_striped_replacements();
@@ -171,7 +178,8 @@ TEST_CASE("sim, planted: nothing is found without a mistake") {
          {with_drops(), with_replacements(), with_new_masters(), with_late_puts(), with_a_standby(),
           with_a_former_owner(), with_late_replacements(), with_masters_and_nodes_that_restart(),
           with_second_attempts(), with_two_ranges(), with_disks(), with_slow_disks(), with_stripes(),
-          with_striped_replacements(), with_striped_replacements_alone()}) {
+          with_striped_replacements(), with_unsure_striped_replacements(),
+          with_striped_replacements_alone()}) {
         Search found = search(1, 2 * kSeeds, conditions);
         if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
     }
@@ -265,6 +273,11 @@ TEST_CASE("sim, planted: a removal that leaves the stripes") {
 
 TEST_CASE("sim, planted: a replacement that was overtaken and leaves its stripes") {
     expect_found({.stripes_overtaken = true}, with_striped_replacements());
+}
+
+// Where others were not acknowledged: not each stripe that stays is one of theirs.
+TEST_CASE("sim, planted: a replacement that was overtaken between others of which no node said anything") {
+    expect_found({.stripes_overtaken = true}, with_unsure_striped_replacements(), 4);
 }
 
 TEST_CASE("sim, planted: a replacement that frees the stripes of a later one") {
