@@ -519,10 +519,11 @@ void SimClient::get(const CallRef& call) {
 
 // What only a disk has the node brings into memory first.
 void SimClient::get_from_disk(const CallRef& call) {
-    ReadAsk what{.how = kReadByName, .from = 0, .room = 64, .name = call->name};
+    ReadAsk what{.how = kReadByName, .from = 0, .room = 128, .name = call->name};
     read_at({host()}, what, [this, call](const Result<std::string>& bytes) {
         if (!bytes || bytes->empty()) return get_elsewhere(call, bytes.ok());
         call->operation.value = value_in(*bytes);
+        call->bytes = *bytes;
         finish(call, Operation::kDone);
     });
 }

@@ -363,14 +363,16 @@ class Cluster {
     }
 
     std::optional<Finding> stripe_books() const {
-        std::vector<const Pool*> pools;
-        std::set<std::string> lost;
+        Contents all;
+        LostInStripes lost;
+        lost.any = lost.reads_miss = conditions_.memory_objects != 0;
         for (const auto& node : nodes_) {
-            pools.push_back(node->pool());
-            lost.insert(node->lost_manifests().begin(), node->lost_manifests().end());
+            node->add_contents(all);
+            lost.manifests.insert(node->lost_manifests().begin(), node->lost_manifests().end());
+            lost.any |= node->disk_has_lost();
         }
-        const bool none_lost = conditions_.restarts == 0 && conditions_.full == 0;
-        return check_stripes(pools, history_, conditions_.keys, lost, none_lost);
+        lost.none = !lost.any && conditions_.restarts == 0 && conditions_.full == 0;
+        return check_stripes(all, history_, conditions_.keys, lost);
     }
 
     std::optional<Finding> books() {

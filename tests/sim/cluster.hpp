@@ -27,8 +27,8 @@
 //   test_clean         conditions under which it must not go wrong: many seeds without a finding.
 //   test_planted       mistakes planted into the processes (faults.hpp) that have to be found.
 //
-// What is not simulated yet: several directories of a node, striped objects on disks, groups and chains,
-// handshakes, sockets that take no more bytes.
+// What is not simulated yet: several directories of a node, groups and chains, handshakes,
+// sockets that take no more bytes.
 #pragma once
 
 #include <functional>

@@ -96,12 +96,6 @@ int main(int argc, char** argv) {
             return 2;
         }
     }
-    if (c.stripes != 0 && (c.disks || c.memory_objects != 0)) {
-        std::fprintf(
-            stderr,
-            "striped objects on disks are not simulated: leave stripes, or disks and memory_objects\n");
-        return 2;
-    }
     c.apart = apart_ms * kMs;
     c.lasts = lasts_ms * kMs;
     std::clock_t begin = std::clock();  // of this process: others may have the core

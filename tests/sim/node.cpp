@@ -225,6 +225,7 @@ MemberHooks SimNode::hooks(const Range& range) {
 
 void SimNode::on_end() {
     lost_manifests_.merge(manifests());
+    disk_has_lost_ = disk_has_lost();
     callers_.clear();
     for (Agent& agent : agents_) {
         agent.link.reset();
@@ -325,15 +326,35 @@ bool SimNode::in_pool(const SimMaster& master) const {
     });
 }
 
-std::set<std::string> SimNode::manifests() const {
-    std::set<std::string> groups;
+void SimNode::add_contents(Contents& all) const {
     const ObjectTable& table = pool()->table();
     for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
-        if (!table.committed(slot) || table.entry(slot).size != kManifestBytes) continue;
+        if (!table.committed(slot)) continue;
         std::string name(table.name(slot));
-        std::string bytes = *read(name);
-        auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), name);
-        if (manifest) groups.insert(manifest->group_name());
+        all[name].insert(*read(name));
+    }
+    if (ssd_ == nullptr) return;
+    for (const auto& [name, bytes] : stored_) {
+        auto found = on_disk_alone(name);
+        if (found && found->crc == crc32c(0, bytes.data(), bytes.size())) all[name].insert(bytes);
+    }
+}
+
+bool SimNode::disk_has_lost() const {
+    if (ssd_ == nullptr) return disk_has_lost_;
+    return disk_has_lost_ || disk_counter("ssd_evicted_total") != 0 ||
+           disk_counter("ssd_write_errors_total") != 0;
+}
+
+std::set<std::string> SimNode::manifests() const {
+    Contents all;
+    add_contents(all);
+    std::set<std::string> groups;
+    for (const auto& [name, copies] : all) {
+        for (const std::string& bytes : copies) {
+            auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), name);
+            if (manifest) groups.insert(manifest->group_name());
+        }
     }
     return groups;
 }
@@ -412,30 +433,47 @@ void SimNode::on_frame(uint64_t id, const Bytes& frame) {
     handle(id, frame, false);
 }
 
-bool SimNode::only_on_disk(std::string_view name) const {
-    return ssd_ != nullptr && pool()->find(space_, name) == kNoSlot &&
-           ssd_->holds(*pools_.begin()->second, space_, name);
+std::optional<ssd::Found> SimNode::on_disk_alone(std::string_view name) const {
+    if (ssd_ == nullptr || pool()->find(space_, name) != kNoSlot) return std::nullopt;
+    return ssd_->find(*pools_.begin()->second, space_, name);
 }
 
-// As Connection::park, for the one key that a frame names: it is handled anew when memory has it. False: it
-// is not on the disk alone, or cannot be had from there.
-bool SimNode::park(uint64_t id, const Bytes& frame) {
+// What memory must have first; of the names of such a frame one at most.
+std::optional<std::string> SimNode::waits_for(const Bytes& frame) const {
     FrameHeader header = header_of(frame);
     Reader body = body_of(frame);
-    std::string_view name;
+    std::vector<std::string> names;
     if (header.kind == Kind::kRead) {
         body.number<uint32_t>();
         if (body.number<uint32_t>() != 1) throw std::runtime_error("a READ of several keys");
         ReadAsk ask = ReadAsk::read(body);
-        if (ask.pinned()) return false;
-        name = ask.name;
+        if (!ask.pinned() && on_disk_alone(ask.name)) names.emplace_back(ask.name);
     } else if (header.kind == Kind::kLookup) {
-        LookupHead::read(body);
-        name = body.bytes16();
-    } else {
-        return false;
+        LookupHead head = LookupHead::read(body);
+        for (uint32_t i = 0; head.pins() && i < head.names; ++i) {
+            std::string name(body.bytes16());
+            if (on_disk_alone(name)) names.push_back(name);
+        }
+    } else if (header.kind == Kind::kRemove) {
+        body.number<uint32_t>();
+        auto n = body.number<uint32_t>();
+        const bool ordered = (n & kRemoveVersions) != 0;
+        for (uint32_t i = 0; i < (n & ~kRemoveVersions); ++i) {
+            std::string name(body.bytes16());
+            auto found = on_disk_alone(name);
+            if (found && found->size == kManifestBytes) names.push_back(name);
+        }
+        if (!ordered && body.left() != 0) return std::nullopt;  // one generation
     }
-    if (!only_on_disk(name)) return false;
+    if (names.size() > 1) throw std::runtime_error("a frame that waits for several objects");
+    return names.empty() ? std::nullopt : std::optional(names.front());
+}
+
+// As Connection::park: the frame is handled anew when memory has what it waits for. False: it waits for
+// nothing, or for what cannot be had from the disk.
+bool SimNode::park(uint64_t id, const Bytes& frame) {
+    std::optional<std::string> name = waits_for(frame);
+    if (!name) return false;
     auto arrived = [this, id, frame](uint32_t) {
         auto it = callers_.find(id);
         if (it == callers_.end()) return;
@@ -448,7 +486,7 @@ bool SimNode::park(uint64_t id, const Bytes& frame) {
             handle(id, next, false);
         }
     };
-    callers_.find(id)->second.waits = ssd_->promote(store_pool(), space_, name, arrived);
+    callers_.find(id)->second.waits = ssd_->promote(store_pool(), space_, *name, arrived);
     return callers_.find(id)->second.waits;
 }
 
@@ -507,7 +545,7 @@ PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint3
                           std::optional<Version> given) {
     Pool& pool = store_pool();
     ObjectTable& table = pool.table();
-    bool there = pool.find(space_, name) != kNoSlot || only_on_disk(name);
+    bool there = pool.find(space_, name) != kNoSlot || on_disk_alone(name);
     if (there && !replace) return PutOutcome::kExists;
     if (there && planted_.replace_lost) return PutOutcome::kStored;
     Hash128 hash = pool.hash(space_, name);
@@ -531,6 +569,7 @@ PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint3
         stored = false;
     }
     pool.leases().close(lease->offset);
+    if (stored && ssd_ != nullptr) stored_.emplace(name, bytes);
     return stored ? PutOutcome::kStored : PutOutcome::kRefused;
 }
 
@@ -576,8 +615,15 @@ void SimNode::on_lookup(Caller& caller, const FrameHeader&, Reader body, Bytes& 
     std::vector<Pinned> pinned;
     uint32_t hits = 0;
     for (Descriptor& row : found) {
-        uint32_t slot = store_pool().find(space_, body.bytes16());
-        if (slot == kNoSlot) continue;
+        std::string_view name = body.bytes16();
+        uint32_t slot = store_pool().find(space_, name);
+        if (slot == kNoSlot) {
+            auto on_disk = head.pins() ? std::nullopt : on_disk_alone(name);
+            if (!on_disk) continue;
+            row = Descriptor{0, on_disk->size, on_disk->sequence | kOnSsd, on_disk->crc, kNoSlot};
+            ++hits;
+            continue;
+        }
         const IndexEntry& entry = table.entry(slot);
         row = Descriptor{entry.offset, entry.size, table.generation(slot), entry.crc, slot};
         ++hits;

@@ -25,6 +25,7 @@
 #include "store/node/holdings.hpp"
 #include "store/node/ssd_tier.hpp"
 #include "store/shared/messages.hpp"
+#include "stripe_books.hpp"
 
 namespace moonpool::sim {
 
@@ -67,6 +68,10 @@ class SimNode final : public Process {
     // Groups of the stripes of which it had the manifest at its end, or dropped it by order of a master: no
     // client frees them.
     const std::set<std::string>& lost_manifests() const { return lost_manifests_; }
+    // What it has, in memory and on its disk, by name.
+    void add_contents(Contents& all) const;
+    // In any of its lives, the log let go of its oldest objects, or could not write some.
+    bool disk_has_lost() const;
 
    private:
     struct Pinned {
@@ -124,7 +129,9 @@ class SimNode final : public Process {
     void on_put(const FrameHeader& header, Reader body, Bytes& out);
     void on_read(const FrameHeader& header, Reader body, Bytes& out);
     void on_lookup(Caller& caller, const FrameHeader& header, Reader body, Bytes& out);
-    bool only_on_disk(std::string_view name) const;
+    // None: memory has it, too.
+    std::optional<ssd::Found> on_disk_alone(std::string_view name) const;
+    std::optional<std::string> waits_for(const Bytes& frame) const;
     bool park(uint64_t caller, const Bytes& frame);
     void on_remove(const FrameHeader& header, Reader body, Bytes& out);
     PutOutcome store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace,
@@ -141,6 +148,8 @@ class SimNode final : public Process {
     bool power_fails_ = false, shutting_down_ = false;
     std::vector<Finding> findings_;
     std::set<std::string> lost_manifests_;
+    std::set<std::pair<std::string, std::string>> stored_;  // names and bytes, in any of its lives
+    bool disk_has_lost_ = false;
 
     Holdings::Pools pools_;
     uint32_t space_ = 0;

@@ -9,21 +9,6 @@ namespace moonpool::sim {
 
 namespace {
 
-// Everything in the pools, whichever has it.
-std::map<std::string, std::vector<std::string>> contents(const std::vector<const Pool*>& pools) {
-    std::map<std::string, std::vector<std::string>> all;
-    for (const Pool* pool : pools) {
-        const ObjectTable& table = pool->table();
-        for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
-            if (!table.committed(slot)) continue;
-            const IndexEntry& entry = table.entry(slot);
-            all[std::string(table.name(slot))].emplace_back(
-                reinterpret_cast<const char*>(pool->data() + entry.offset), entry.size);
-        }
-    }
-    return all;
-}
-
 bool may_leave(const Operation& o) {
     return o.left || o.outcome == Operation::kUnknown || o.outcome == Operation::kPartly ||
            o.outcome == Operation::kOpen;
@@ -103,16 +88,16 @@ std::string stripe_of(uint64_t value, uint64_t number) {
     return bytes;
 }
 
-std::optional<Finding> check_stripes(const std::vector<const Pool*>& pools,
-                                     const std::vector<Operation>& history, uint32_t keys,
-                                     const std::set<std::string>& lost, bool none_lost) {
-    if (auto finding = exists_what_is_read(history)) return finding;
-    if (auto finding = none_lost ? replaced_is_read(history) : std::nullopt) return finding;
-    auto all = contents(pools);
+std::optional<Finding> check_stripes(const Contents& all, const std::vector<Operation>& history,
+                                     uint32_t keys, const LostInStripes& lost) {
+    if (auto finding = lost.reads_miss ? std::nullopt : exists_what_is_read(history)) return finding;
+    if (auto finding = lost.none ? replaced_is_read(history) : std::nullopt) return finding;
     std::set<std::string> named;
     for (uint32_t key = 0; key < keys; ++key) {
         const std::string name = "k" + std::to_string(key);
-        for (const std::string& bytes : all[name]) {
+        auto under = all.find(name);
+        if (under == all.end()) continue;
+        for (const std::string& bytes : under->second) {
             auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), name);
             if (!manifest) continue;
             for (const std::string& stripe : manifest->stripe_names()) {
@@ -122,11 +107,12 @@ std::optional<Finding> check_stripes(const std::vector<const Pool*>& pools,
             }
         }
     }
+    if (lost.any) return std::nullopt;
     for (const auto& [name, copies] : all) {
         if (!is_stripe(name) || named.contains(name)) continue;
-        if (lost.contains(name.substr(0, name.size() - sizeof(uint64_t)))) continue;
+        if (lost.manifests.contains(name.substr(0, name.size() - sizeof(uint64_t)))) continue;
         uint64_t value = 0;
-        std::memcpy(&value, copies.front().data(), sizeof(value));
+        std::memcpy(&value, copies.begin()->data(), sizeof(value));
         if (may_stay(value, history)) continue;
         auto write = std::ranges::find_if(
             history, [&](const Operation& o) { return is_change(o) && o.value == value; });

@@ -1,13 +1,13 @@
 // What has to hold of striped objects when everything is well again and each client has read each key.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "history.hpp"
-#include "store/node/pool.hpp"
 #include "store/shared/stripes.hpp"
 
 namespace moonpool::sim {
@@ -21,10 +21,20 @@ std::string stripe_of(uint64_t value, uint64_t number);
 // No manifest stays that has lost a stripe; a client says EXISTS of what it reads, and of nothing else; and
 // no stripe stays without a manifest, but for those that docs/store.md names: their manifest ended with its
 // node, or was dropped by order of a master (lost: groups of their stripes), their writer or remover ended,
-// or had no answer from a node or the master. none_lost: no node lost or refused anything. Then a key that
-// was replaced, and not removed, is read, if each of its replacements was acknowledged.
-std::optional<Finding> check_stripes(const std::vector<const Pool*>& pools,
-                                     const std::vector<Operation>& history, uint32_t keys,
-                                     const std::set<std::string>& lost, bool none_lost);
+// or had no answer from a node or the master.
+struct LostInStripes {
+    std::set<std::string> manifests;  // the groups of their stripes
+    // Nodes evicted objects, or their disks have lost some: any manifest may be among them.
+    bool any = false;
+    // A node's memory may have no room for what its disk has: a read misses what is there.
+    bool reads_miss = false;
+    // No node lost or refused anything. Then a key that was replaced, and not removed, is read, if each of
+    // its replacements was acknowledged.
+    bool none = false;
+};
+// all: what nodes have, by name.
+using Contents = std::map<std::string, std::set<std::string>>;
+std::optional<Finding> check_stripes(const Contents& all, const std::vector<Operation>& history,
+                                     uint32_t keys, const LostInStripes& lost);
 
 }  // namespace moonpool::sim

@@ -379,6 +379,19 @@ TEST_CASE("sim: striped objects outlive cuts and nodes that stand still") {
     expect_none("sim, stripes and stops", 20, c);
 }
 
+TEST_CASE("sim: striped objects live on disks") {
+    Conditions c = clean_conditions();
+    c.stripes = 100;
+    c.disks = true;
+    c.memory_objects = 6;
+    c.disk.slow_ms = 500;
+    c.stops = c.cuts = 1;
+    expect_none("sim, stripes and slow disks", 20, c);
+    c.restarts = 2;
+    c.disk = {.torn = true, .fails = 5};
+    expect_none("sim, stripes and torn disks", 20, c);
+}
+
 // Each client once left the stripes of a replacement that a later one overtook, and of what was put at its
 // own node between its look there and its place in the order (88).
 TEST_CASE("sim: two hosts that replace a striped object leave the stripes of one") {
