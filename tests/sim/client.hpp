@@ -33,7 +33,7 @@ class SimClient final : public Process {
 
     // `done` is called with the operation's outcome, unless the process ends before.
     void run(Operation operation, std::function<void(const Operation&)> done);
-    // client_stripes.cpp. So many of a hundred keys have striped objects, always the same keys.
+    // striped.hpp. So many of a hundred keys have striped objects, always the same keys.
     void set_stripes(uint32_t percent) { stripes_ = percent; }
     bool is_striped(uint32_t key) const { return (key / 2 * 61 + 30) % 100 < stripes_; }
     const std::vector<Finding>& findings() const { return findings_; }

@@ -349,7 +349,7 @@ TEST_CASE("sim: nodes with small memories and slow disks, and masters that end")
     expect_none_from(2057, c);
 }
 
-// What is checked of them: client_stripes.cpp and stripe_books.hpp.
+// What is checked of them: striped.hpp and stripe_books.hpp.
 TEST_CASE("sim: striped objects are there as a whole, or not at all") {
     Conditions c = clean_conditions();
     c.stripes = 100;
