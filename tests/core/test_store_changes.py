@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool import STORED, Store, _native
+from moonpool import STORED, Presence, Store, _native
 from moonpool.core.store.types import PutStatus
 
 from ..cluster.tcp_wire import TcpWire
@@ -108,3 +108,25 @@ def test_the_reason_arrives_before_the_end_of_a_bad_put(bed: Bed, free_port: int
         wire.socket.sendall(body)
         assert wire.socket.recv(1) == b""
     until(lambda: node.metric("connections") == 0)
+
+
+def test_a_removal_leaves_what_is_newer_on_the_ssd(bed: Bed, free_port: int) -> None:
+    def outcome(wire: Wire, version: int) -> list[int]:
+        return outcomes(wire.ask(w.REMOVE, w.remove(wire.space, [b"k"], versions=[version])))
+
+    node = bed.node(listen=[f"127.0.0.1:{free_port}"])
+    with call(free_port) as wire:
+        put_7 = w.put(wire.space, [row("k", content(1))], version=7)
+        assert outcomes(wire.ask(w.PUT, put_7)) == [w.STORED]
+    end(node)
+    node = bed.node(listen=[f"127.0.0.1:{free_port}"])
+    with call(free_port) as wire, bed.store() as store:
+        assert outcome(wire, 7) == [0]  # what came after the removal
+        assert store.exists("k") is Presence.HIT
+        assert outcome(wire, 8) == [1]
+        assert store.exists("k") is Presence.MISS
+    assert node.metric("ssd_promoted_total") == 0
+    end(node)
+    bed.node()
+    with bed.store() as store:
+        assert store.get("k") is None

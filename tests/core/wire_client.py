@@ -22,7 +22,7 @@ OPEN_SPACE, LEASE, RETURN, COMMIT, LOOKUP, RELEASE, TOUCH, REMOVE, LIST, STAT, R
 DESCRIBE, RELAY = 28, 29
 
 PIN, PREFIX = 1, 2  # flags of LOOKUP
-REPLACE, MARKS, SIZES = 1, 2, 8  # flags of COMMIT and PUT
+REPLACE, MARKS, VERSIONS, SIZES = 1, 2, 4, 8  # flags of COMMIT and PUT
 STORED, EXISTS, REFUSED, DAMAGED = 0, 1, 2, 3
 EXISTS_MANIFEST = 5
 BY_PIN, PIECE = 1, 2  # of the "how" in a row of READ
@@ -31,6 +31,7 @@ DESCRIPTOR = struct.Struct("<QQQII")  # offset, size, generation, crc, slot
 ENTRY = struct.Struct("<QQII")  # size, generation, crc, pins of a LIST row; its name follows
 READ_ROW = struct.Struct("<QQQII")  # size, bytes that follow, generation, crc, slot
 DESCRIPTION = struct.Struct("<QQIIBB6x")  # size, generation, crc, pins, where, keep
+REMOVE_VERSIONS = 1 << 31
 READ_MISS = (2**64 - 1, 0, 0, 0, 0)
 WELCOME_LIMITS = struct.Struct("<QQQQIIII")  # see Limits
 
@@ -127,9 +128,13 @@ def touch(objects: int, size: int, slots: list[int]) -> bytes:
     return struct.pack(f"<QQI{len(slots)}I", objects, size, len(slots), *slots)
 
 
-def remove(space: int, names: list[bytes], generations: Sequence[int] = ()) -> bytes:
-    head = struct.pack("<II", space, len(names)) + b"".join(map(text16, names))
-    return head + struct.pack(f"<{len(generations)}Q", *generations)
+def remove(
+    space: int, names: list[bytes], generations: Sequence[int] = (), *, versions: Sequence[int] = ()
+) -> bytes:
+    numbers = versions or generations
+    n = len(names) | (REMOVE_VERSIONS if versions else 0)
+    head = struct.pack("<II", space, n) + b"".join(map(text16, names))
+    return head + struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def by_name(name: bytes, *, room: int, begin: int = 0, how: int = 0) -> bytes:
@@ -150,10 +155,18 @@ def read_answer(rows: list[tuple[int, int, int, int, int]], data: bytes) -> byte
     return struct.pack("<I", len(rows)) + b"".join(READ_ROW.pack(*row) for row in rows) + data
 
 
-def put(space: int, objects: list[tuple[int, bytes, bytes, bytes]], *, flags: int = 0) -> bytes:
-    """objects: (crc, name, parent's name, bytes)"""
+def put(
+    space: int,
+    objects: list[tuple[int, bytes, bytes, bytes]],
+    *,
+    flags: int = 0,
+    version: int | None = None,
+) -> bytes:
+    """objects: (crc, name, parent's name, bytes); version: of each of them."""
+    last = b"" if version is None else struct.pack("<Q", version)
+    flags |= 0 if version is None else VERSIONS
     rows = b"".join(
-        struct.pack("<QI", len(data), crc) + text16(name) + text16(parent)
+        struct.pack("<QI", len(data), crc) + text16(name) + text16(parent) + last
         for crc, name, parent, data in objects
     )
     head = struct.pack("<IBBHII", space, flags, 0, 0, len(objects), len(rows))

@@ -669,10 +669,10 @@ void SimNode::on_remove(const FrameHeader&, Reader body, Bytes& out) {
         bool was_there = goes;
         if (goes && !planted_.removal_lost) table.remove(slot);
         if (ssd_ != nullptr && (goes || !exact)) {
-            bool on_disk = ssd_->holds(store_pool(), space_, name);
-            was_there |= on_disk;
+            bool on_disk = ssd_->holds(store_pool(), space_, name), stays = false;
             if (!planted_.removal_lost && (on_disk || !planted_.write_survives))
-                (void)ssd_->forget(store_pool(), space_, name);
+                stays = ssd_->forget_older(store_pool().hash(space_, name), exact ? UINT64_MAX : version);
+            was_there |= on_disk && !stays;
         }
         w.number(is_manifest ? kRemovedManifest : was_there ? kRemoved : kNotRemoved);
     }

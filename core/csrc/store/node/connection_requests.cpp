@@ -475,7 +475,14 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
             }
             pool_->table().remove(slot);
         }
-        if (server_.ssd_ != nullptr) was_there |= server_.ssd_->forget(*pool_, space, name);
+        if (server_.ssd_ != nullptr && ordered) {
+            // A later one may be on the disk alone.
+            bool on_disk = server_.ssd_->holds(*pool_, space, name);
+            bool stays = server_.ssd_->forget_older(pool_->hash(space, name), generations[i]);
+            was_there |= on_disk && !stays;
+        } else if (server_.ssd_ != nullptr) {
+            was_there |= server_.ssd_->forget(*pool_, space, name);
+        }
         if (was_there) count(server_.metrics_.removed_total);
         if (was_there && flag == kNotRemoved) flag = kRemoved;
         Writer(out_).number(flag);
