@@ -142,7 +142,7 @@ Status Log::Parts::start() {
         MutexLock lock(state.mutex);
         state.index = std::move(index);
         for (LogState::Space& space : state.spaces) space.open = false;  // recovery asked, and has ended
-        for (uint64_t sequence : recovery.overtaken) state.push_removal(sequence);
+        for (uint64_t sequence : recovery.unnamed) state.push_removal(sequence);
     }
     segments.recovered(recovery.numbers, recovery.next_number);
     if (recovery.tail_is_due) segments.plan_tail();

@@ -295,12 +295,19 @@ class Scanner {
         }
     }
 
-    // Behind both passes. More records than the index may hold (the option was lowered) are dropped without
-    // regard to age.
+    // Behind both passes. More records than the index may hold (the option was lowered) are removed without
+    // regard to age: a removal of what the index does not know would not be written, and the option may be
+    // raised again.
     void forget_dead(uint32_t records_max) REQUIRES(mutex_) {
         for (uint32_t at = 0; at < index_.slots(); ++at) {
             const Entry& e = index_.entry(at);
-            if (e.sequence != 0 && (is_dead(e) || index_.count() > records_max)) index_.erase(at);
+            if (e.sequence != 0 && is_dead(e)) index_.erase(at);
+        }
+        for (uint32_t at = 0; at < index_.slots() && index_.count() > records_max; ++at) {
+            uint64_t sequence = index_.entry(at).sequence;
+            if (sequence == 0) continue;
+            result_.unnamed.push_back(sequence);
+            index_.erase(at);
         }
         std::ranges::sort(overtaken_, std::greater{}, [this](const Entry& e) { return rank(e); });
         for (Entry& e : overtaken_) {
@@ -310,7 +317,7 @@ class Scanner {
                 e.older = e.newer = kNoEntry;
                 index_.insert(std::move(e));
             } else if (at == kNoEntry || index_.entry(at).sequence != e.sequence) {
-                result_.overtaken.push_back(e.sequence);
+                result_.unnamed.push_back(e.sequence);
             }
         }
     }

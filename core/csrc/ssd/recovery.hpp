@@ -26,9 +26,10 @@ struct Recovery {
     uint64_t scanned = 0;  // segments that were read whole, not by their summary
     uint64_t damaged = 0;  // segments that could not be read
     uint64_t bytes_read = 0;
-    // Sequences of records that no removal names and that lost to an older one of a higher version: to be
-    // removed, or they would count again once that one has gone.
-    std::vector<uint64_t> overtaken;
+    // Sequences of records that no removal names and that count no more: they lost to an older one of a
+    // higher version, or the index has no room for them. Each is to be removed, or it would count again once
+    // that one has gone, or there is room.
+    std::vector<uint64_t> unnamed;
 };
 
 // `space` gives the number of a space by its identity. Reads with so many threads.

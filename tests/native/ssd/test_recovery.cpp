@@ -385,3 +385,28 @@ TEST_CASE("ssd recovery: the oldest of an owner is what was written first, where
         CHECK(log->check_integrity());
     }
 }
+
+TEST_CASE("ssd recovery: what a lower maximum of records took out stays away when it is raised again") {
+    auto disk = fake_disk();
+    auto name = [](int i) { return "o" + std::to_string(i); };
+    {
+        auto log = must_open(small_log(disk));
+        for (int i = 0; i < 10; ++i) REQUIRE(put(*log, name(i), content(i, 500)) == Outcome::kDone);
+        log->close();
+    }
+    LogOptions few = small_log(disk);
+    few.records_max = 4;
+    std::vector<std::byte> bytes;
+    {
+        auto log = must_open(few);
+        CHECK(log->check_integrity());
+        int there = 0;
+        for (int i = 0; i < 10; ++i) there += get(*log, name(i), bytes) == Outcome::kDone;
+        CHECK(there == 4);
+        for (int i = 0; i < 10; ++i) log->remove(key_of(*log, name(i)));
+        REQUIRE(sync(*log) == Outcome::kDone);
+        log->close();
+    }
+    auto log = must_open(small_log(disk));
+    for (int i = 0; i < 10; ++i) CHECK(get(*log, name(i), bytes) == Outcome::kMiss);
+}
