@@ -6,8 +6,8 @@
 // Order of the end (stop): member, listener, what is unsaved goes to the SSD, memory thread, loop,
 // connections, logs. Each of them posts to those that come later in that list.
 //
-// This file accepts and ends connections and starts and stops the parts. What a frame means is Connection's
-// matter, what is kept and evicted that of Pool and ObjectTable.
+// This file starts and stops the parts; server_connections.cpp accepts and ends connections. What a frame
+// means is Connection's matter, what is kept and evicted that of Pool and ObjectTable.
 #include "store/node/server.hpp"
 
 #include <fcntl.h>
@@ -26,7 +26,6 @@
 #include "memory/available.hpp"
 #include "memory/room.hpp"
 #include "store/node/connection.hpp"
-#include "wire/connection_places.hpp"
 
 namespace moonpool {
 
@@ -35,22 +34,13 @@ namespace {
 // The loop polls for 50 us after an event, since the next frame of a client often follows at once. kCallMs:
 // how long other threads wait for an answer of the loop.
 constexpr uint32_t kTickMs = 100, kSpinUs = 50, kCallMs = 2000;
-constexpr uint64_t kOtherFiles = 64;            // arenas, logs, disks, the master, admin pages
 constexpr uint32_t kEventSlotsPerPiece = 1024;  // others wait meanwhile, about 0.5 ms
 
-// A process that may read our memory must run as our user, or as root.
-bool same_user(int fd) {
-    ucred peer{};
-    socklen_t size = sizeof(peer);
-    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
-    return peer.uid == ::geteuid() || peer.uid == 0;
-}
-
 // Open files are one supply for both kinds of connections: what the own host's may need is kept.
-size_t remote_places(const Limits& limits) {
+size_t remote_places(const Limits& limits, uint64_t other_files) {
     rlimit files{};
     if (::getrlimit(RLIMIT_NOFILE, &files) != 0) return limits.remote_connections;
-    uint64_t kept = uint64_t{limits.connections} + 2 * limits.connections_unproved + kOtherFiles;
+    uint64_t kept = uint64_t{limits.connections} + 2 * limits.connections_unproved + other_files;
     uint64_t left = files.rlim_cur - std::min<uint64_t>(files.rlim_cur, kept);
     // Too few files for either: half of them.
     left = std::max<uint64_t>(left, files.rlim_cur / 2);
@@ -295,7 +285,7 @@ Status Server::prepare() {
     if (prepared_) return success();
     // A descriptor in reserve, for accept_all().
     spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-    remote_connections_max_ = remote_places(options_.limits);
+    remote_connections_max_ = remote_places(options_.limits, kOtherFiles);
     // The first piece of every arena before the first client, the rest while it serves.
     constexpr uint64_t kFirstBytes = 256ull << 20;
     for (auto& [tenant, pool] : pools_) {
@@ -507,179 +497,6 @@ std::vector<SsdTier::Device> Server::ssd() {
     return *devices;
 }
 
-// For a client in the same process (embedded node): a socket pair takes the place of the Unix socket. The
-// client still does the whole handshake.
-Result<Fd> Server::dial() {
-    int pair[2];
-    if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) return os_error("socketpair");
-    Fd ours(pair[0]), theirs(pair[1]);
-    int flags = ::fcntl(ours.get(), F_GETFL);
-    ::fcntl(ours.get(), F_SETFL, flags | O_NONBLOCK);
-    if (!running_) return Error{Code::kUnavailable, "the embedded node was stopped"};
-    auto end = std::make_shared<Fd>(std::move(ours));
-    if (!loop_->post([this, end] { adopt(std::move(*end)); })) {
-        return Error{Code::kUnavailable, "the embedded node was stopped"};
-    }
-    return theirs;
-}
-
-void Server::accept_all(int listener) {
-    for (;;) {
-        Fd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-        if (!fd.valid()) {
-            // A peer that hung up while it waited in the queue says nothing about the next one.
-            if (errno == EINTR || errno == ECONNABORTED) continue;
-            if (errno == EMFILE || errno == ENFILE) {
-                // Out of descriptors: give up the spare one to tell the peer, rather than spin on a readable
-                // listener.
-                spare_.reset();
-                Fd refused(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-                if (refused.valid())
-                    send_error(refused.get(), Code::kTooLarge, "the node is out of file descriptors");
-                metrics_.connections_refused_total.fetch_add(1);
-                refused.reset();
-                spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-            }
-            return;
-        }
-        if (!same_user(fd.get())) {
-            metrics_.connections_refused_total.fetch_add(1);
-            journal_->note(Level::kWarning, "auth_refused", "unix", "a process of another user was refused");
-            send_error(fd.get(), Code::kAuth, "this node serves processes of its own user only");
-            continue;
-        }
-        adopt(std::move(fd));
-    }
-}
-
-void Server::adopt(Fd fd) {
-    size_t unproved = 0;
-    Connection* oldest = nullptr;
-    int oldest_fd = -1;
-    for (auto& [other, connection] : connections_) {
-        if (connection->proved()) continue;
-        ++unproved;
-        if (oldest == nullptr || connection->since_ms() < oldest->since_ms()) {
-            oldest = connection.get();
-            oldest_fd = other;
-        }
-    }
-    // An idle connection without proof makes room for the next one; proved clients keep theirs.
-    if (unproved >= options_.limits.connections_unproved) drop(oldest_fd, true);
-    if (!has_room(fd.get(), nullptr, false)) return;
-    int key = fd.get();
-    auto connection = std::make_shared<Connection>(*this, std::move(fd), now_ms());
-    if (!loop_->add(key, Connection::kFirstEvents, connection))
-        return count(metrics_.connections_closed_total);
-    connections_.emplace(key, connection);
-    // The challenge is sent by the node: the client proves the token before the node parses anything else
-    // of it.
-    if (!connection->greet()) drop(key);
-}
-
-// Each kind has its own places: however many other hosts call, the engines of this one get in. Their limit
-// rises where it is too low.
-bool Server::has_room(int fd, TlsStream* tls, bool remote) {
-    size_t have = remote ? remote_connections_ : connections_.size() - remote_connections_;
-    std::string limit;
-    if (!remote) {
-        // Each process that asks the master has one there as well, and each kind has so many places.
-        if (relay_ != nullptr) have = std::max(have, relay_->connections());
-        auto memory_bytes = [this] {
-            std::optional<AvailableMemory> memory = available_memory(options_.memory_root);
-            return memory ? memory->available_bytes : UINT64_MAX;
-        };
-        auto answer = connections_max_.admit(have, [&] {
-            auto places = connection_places(have, remote_connections_max_ + kOtherFiles, memory_bytes);
-            limit = places.because;
-            return places.most;
-        });
-        if (answer != SoftLimit::Answer::kFull) limit.clear();
-        if (answer == SoftLimit::Answer::kRaised) {
-            journal_->note(Level::kWarning, "limit_raised", "",
-                           "there are more connections of this host than node.connections_max = " +
-                               std::to_string(connections_max_.set()) + "; the limit is " +
-                               std::to_string(connections_max_.now()) + " now. Set it to what you expect");
-        }
-    } else if (have >= remote_connections_max_) {
-        limit = remote_connections_max_ < options_.limits.remote_connections
-                    ? "as many as the limit of open files allows"
-                    : "the limit (node.remote_connections_max)";
-    }
-    if (!limit.empty()) {
-        metrics_.connections_refused_total.fetch_add(1);
-        journal_->note(Level::kWarning, "connections_full", "",
-                       "a connection was refused: there are " + std::to_string(have) + ", " + limit);
-        send_error(fd, Code::kTooLarge,
-                   "the node already has " + std::to_string(have) + " connections of " +
-                       (remote ? "other hosts, " : "its host, ") + limit,
-                   tls);
-        return false;
-    }
-    metrics_.connections_total.fetch_add(1);
-    return true;
-}
-
-void Server::adopt_remote(AuthenticatedConnection caller) {
-    if (described_) return;  // the other process knows nothing of it
-    if (gives_) return waiting_.push_back(std::make_shared<AuthenticatedConnection>(std::move(caller)));
-    auto it = pools_.find(caller.tenant);
-    // The listener has checked token and tenant, and has sent the welcome; the tenants' rows may have been
-    // replaced since. Returning closes the socket.
-    if (it == pools_.end() || !options_.tenants->stands(caller.tenant, caller.access) ||
-        !has_room(caller.fd.get(), caller.tls.get(), true))
-        return;
-    int key = caller.fd.get();
-    // Of which no event will tell: what came along with the handshake, and what of it is still to go out.
-    bool more = caller.tls != nullptr && caller.tls->pending();
-    bool unsent = caller.tls != nullptr && caller.tls->unsent();
-    auto connection = std::make_shared<Connection>(*this, std::move(caller.fd), std::move(caller.tls),
-                                                   now_ms(), *it->second, caller.access);
-    if (!loop_->add(key, Connection::kFirstEvents, connection))
-        return count(metrics_.connections_closed_total);
-    connections_.emplace(key, connection);
-    ++remote_connections_;
-    if (more || unsent) connection->on_events((more ? EPOLLIN : 0u) | (unsent ? EPOLLOUT : 0u));
-}
-
-// The connection that waited goes on; it may end with that.
-void Server::resume(Connection& connection, uint64_t now) {
-    int fd = connection.fd();
-    if (!connection.resume(now)) drop(fd);
-}
-
-// Off the loop, so that the descriptor can belong to another one.
-std::optional<RelayCaller> Server::take_relayed(Connections::iterator it) {
-    std::shared_ptr<Connection> connection = it->second;
-    if (!connection->is_relayed()) return std::nullopt;
-    loop_->remove(it->first);
-    connections_.erase(it);
-    return connection->take_relayed();
-}
-
-void Server::drop(int fd, bool cut_off) {
-    auto it = connections_.find(fd);
-    if (it == connections_.end()) return;
-    if (std::optional<RelayCaller> caller = take_relayed(it)) return relay_->adopt(std::move(*caller));
-    // Dropped: the node ended it. Closed: the client did. Its destructor gives back what it held.
-    cut_off |= it->second->cut_off();
-    count(cut_off ? metrics_.connections_dropped_total : metrics_.connections_closed_total);
-    remote_connections_ -= it->second->remote() ? 1 : 0;
-    loop_->remove(fd);
-    connections_.erase(it);
-}
-
-// Connections whose tenant's key is no longer among the rows.
-void Server::end_withdrawn() {
-    const uint64_t version = options_.tenants->version();
-    if (std::exchange(tenants_seen_, version) == version) return;
-    std::vector<std::shared_ptr<Connection>> all;
-    for (auto& [fd, connection] : connections_) all.push_back(connection);
-    for (const std::shared_ptr<Connection>& connection : all) {
-        if (!connection->check_key()) drop(connection->fd(), true);
-    }
-}
-
 // Every 100 ms on the loop. All parts are bounded: soft pins that end, the SSD tier's cleaning, and so many
 // bytes of scrubbing as the setting allows in this time.
 void Server::on_tick(uint64_t now) {
@@ -763,162 +580,6 @@ bool Server::check_integrity() {
         },
         kCallMs);
     return ran && *sound;
-}
-
-std::vector<std::pair<std::string, uint64_t>> Server::snapshot() {
-    auto rows = std::make_shared<std::vector<std::pair<std::string, uint64_t>>>();
-    bool ran = call_on_loop([this, rows] {
-        *rows = gauges();
-        add_tenant_gauges(*rows);
-    });
-    if (!ran) return {};
-    // The member's numbers are atomics, or have a mutex of their own: they need no loop.
-    if (member_ != nullptr) {
-        for (auto& row : member_->gauges()) rows->push_back(std::move(row));
-    }
-    if (relay_ != nullptr) {
-        for (auto& row : relay_->gauges()) rows->push_back(std::move(row));
-    }
-    return *rows;
-}
-
-std::optional<MemberAgent::State> Server::membership() const {
-    if (member_ == nullptr) return std::nullopt;
-    return member_->state();
-}
-
-// On the loop. Names are those of the metrics without their prefix; several tenants are summed up.
-std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
-    NodeMetrics& m = metrics_;
-    TableCounters sum;
-    uint64_t capacity = 0, free_bytes = 0, leased = 0, pins = 0, arena = 0, huge = 0, remote_pinned = 0,
-             spaces = 0, objects_max = 0;
-    for (auto& [tenant, pool] : pools_) {
-        const TableCounters& c = pool->table().counters();
-        sum.objects += c.objects;
-        sum.object_bytes += c.object_bytes;
-        sum.detached += c.detached;
-        sum.pinned += c.pinned;
-        sum.pinned_bytes += c.pinned_bytes;
-        remote_pinned += pool->remote_pins().bytes();
-        spaces += pool->spaces();
-        sum.evicted_total += c.evicted_total;
-        sum.evicted_bytes_total += c.evicted_bytes_total;
-        sum.evicted_for_slots_total += c.evicted_for_slots_total;
-        objects_max += pool->table().objects_max();
-        capacity += pool->capacity();
-        free_bytes += pool->free_bytes();
-        arena += pool->start_bytes();
-        huge += pool->huge_bytes();
-    }
-    for (auto& [fd, connection] : connections_) {
-        leased += connection->leased_bytes();
-        pins += connection->pins();
-    }
-    struct {
-        uint64_t refused = 0, auth_failures = 0, protocol_errors = 0, handshake_timeouts = 0;
-    } door;
-    if (listener_ != nullptr) {
-        const ListenerCounters& c = listener_->counters();
-        door = {c.refused_total, c.auth_failures_total, c.protocol_errors_total, c.handshake_timeouts_total};
-    }
-    std::vector<std::pair<std::string, uint64_t>> rows = {
-        {"objects", sum.objects},
-        {"objects_max", objects_max},
-        {"object_bytes", sum.object_bytes},
-        {"objects_pinned", sum.pinned},
-        {"objects_detached", sum.detached},
-        {"spaces", spaces},
-        {"pins", pins},
-        {"pinned_bytes", sum.pinned_bytes},
-        {"remote_pinned_bytes", remote_pinned},
-        {"pins_refused_total", m.pins_refused_total},
-        {"pins_idle_total", m.pins_idle_total},
-        {"arena_bytes", arena},
-        {"arena_ready_bytes", capacity},
-        {"arena_free_bytes", free_bytes},
-        {"arena_huge_page_bytes", huge},
-        {"arena_memory_short", memory_error_.load()},
-        {"log_left_out_total", journal_->left_out_total()},
-        {"leased_bytes", leased},
-        {"connections", connections_.size()},
-        {"remote_connections", remote_connections_},
-        {"connections_max", connections_max_.now()},
-        {"limits_raised_total", connections_max_.raised_total()},
-        {"connections_total", m.connections_total},
-        {"connections_refused_total", m.connections_refused_total + door.refused},
-        {"connections_dropped_total", m.connections_dropped_total},
-        {"connections_closed_total", m.connections_closed_total},
-        {"auth_failures_total", m.auth_failures_total + door.auth_failures},
-        {"protocol_errors_total", m.protocol_errors_total + door.protocol_errors},
-        {"handshake_timeouts_total", m.handshake_timeouts_total + door.handshake_timeouts},
-        {"stored_total", m.stored_total},
-        {"stored_bytes_total", m.stored_bytes_total},
-        {"exists_total", m.exists_total},
-        {"put_refused_total", m.put_refused_total},
-        {"lease_refused_total", m.lease_refused_total},
-        {"lookup_keys_total", m.lookup_keys_total},
-        {"lookup_hits_total", m.lookup_hits_total},
-        {"served_total", m.served_total},
-        {"served_bytes_total", m.served_bytes_total},
-        {"removed_total", m.removed_total},
-        {"evicted_total", sum.evicted_total},
-        {"evicted_bytes_total", sum.evicted_bytes_total},
-        {"evicted_for_slots_total", sum.evicted_for_slots_total},
-        {"scrub_dropped_total", m.scrub_dropped_total},
-        {"tcp_sent_bytes_total", m.tcp_sent_bytes_total},
-        {"tcp_received_bytes_total", m.tcp_received_bytes_total},
-        {"tcp_damaged_total", m.tcp_damaged_total},
-    };
-    if (ssd_ != nullptr) {
-        for (auto& row : ssd_->gauges()) rows.push_back(std::move(row));
-    }
-    if (events_ != nullptr) {
-        BlockEvents::Counters c = events_->counters();
-        rows.emplace_back("events_blocks", c.blocks);
-        rows.emplace_back("events_objects", c.objects);
-        rows.emplace_back("events_objects_max", BlockEvents::kObjectsMax);
-        rows.emplace_back("events_ignored_total", c.ignored_total);
-        rows.emplace_back("events_overflows_total", c.overflows_total);
-    }
-    return rows;
-}
-
-// Of each tenant, where there are several or one has limits: kTenantsShown at most. A name that a label
-// cannot have is left out, too.
-void Server::add_tenant_gauges(std::vector<std::pair<std::string, uint64_t>>& rows) const {
-    constexpr size_t kTenantsShown = 256;
-    if (pools_.size() == 1 && shares_.empty()) return;
-    size_t shown = 0;
-    for (const auto& [tenant, pool] : pools_) {
-        if (shown == kTenantsShown) break;
-        if (tenant.find_first_of("\"\\") != tenant.npos) continue;
-        ++shown;
-        auto add = [&, of = "{tenant=\"" + tenant + "\"}"](const char* name, uint64_t value) {
-            rows.emplace_back(name + of, value);
-        };
-        const TenantLimits& limits = pool->limits();
-        const MemoryShares::Bounds* bounds = shares_.of(*pool);
-        const Pool::ShareCounters& c = pool->share_counters();
-        add("tenant_dram_bytes", pool->held_bytes());
-        add("tenant_dram_used_bytes", pool->capacity() - pool->free_bytes());
-        add("tenant_dram_min_bytes", bounds == nullptr ? pool->arena_bytes() : bounds->min);
-        add("tenant_dram_max_bytes", bounds == nullptr ? pool->arena_bytes() : bounds->max);
-        add("tenant_pinned_bytes", pool->table().counters().pinned_bytes);
-        if (limits.pins_max) add("tenant_pins_max_bytes", *limits.pins_max);
-        add("tenant_evicted_total", pool->table().counters().evicted_total);
-        add("tenant_evicted_for_others_total", c.evicted);
-        add("tenant_evicted_for_others_bytes_total", c.evicted_bytes);
-        add("tenant_refused_total", c.refused);
-        if (limits.bytes_per_s) add("tenant_bytes_per_s_max", *limits.bytes_per_s);
-        add("tenant_over_rate_total", c.over_rate);
-        if (ssd_ == nullptr) continue;
-        add("tenant_ssd_bytes", ssd_->bytes_of(*pool));
-        if (limits.ssd_max) add("tenant_ssd_max_bytes", *limits.ssd_max);
-        add("tenant_ssd_dropped_total", ssd_->dropped_of(*pool));
-    }
-    rows.emplace_back("tenants", pools_.size());
-    rows.emplace_back("tenants_shown", shown);
 }
 
 }  // namespace moonpool

@@ -184,6 +184,8 @@ class Server {
     void save_all();
     void write_welcome(Writer& w, Pool& pool, const Access& access) const;
     void end_withdrawn();
+    static constexpr uint64_t kOtherFiles = 64;  // arenas, logs, disks, the master, admin pages
+
     using Connections = std::unordered_map<int, std::shared_ptr<Connection>>;
     std::optional<RelayCaller> take_relayed(Connections::iterator it);
     void drop(int fd, bool cut_off = false);
