@@ -71,6 +71,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "iproute2": lambda: shutil.which("ip") is not None,  # test hosts are network namespaces
     "etcd-server": lambda: shutil.which("etcd") is not None,  # discovery, metadata by name
     "redis-server": lambda: shutil.which("redis-server") is not None,  # metadata by name
+    "openssh-client": lambda: shutil.which("ssh-keygen") is not None,  # signs releases
     "libfabric1": _has_libfabric,  # efa, over its provider for TCP
     "chromium": lambda: shutil.which("chromium") is not None,  # looks at the proxy's page
     "ccache": lambda: shutil.which("ccache") is not None,
@@ -82,7 +83,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
 BUILD = ("python3-venv", "python3-dev", "g++")
 ENGINE = ("libnuma1",)
 SGLANG = (*ENGINE, "libssl-dev")
-TEST = ("doctest-dev", "iproute2", "etcd-server", "redis-server", "libfabric1")
+TEST = ("doctest-dev", "iproute2", "etcd-server", "redis-server", "openssh-client", "libfabric1")
 VM = ("qemu-system-x86", "busybox-static", "kmod", "ibverbs-providers")
 # Package -> what is so without it.
 TEST_WISHES = {
