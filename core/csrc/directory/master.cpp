@@ -579,8 +579,10 @@ void Master::tick(uint64_t now_ms) {
     }
 }
 
+// A standby that followed its owner only a moment ago has yet to hear of nodes that the owner knew.
 bool Master::filling(uint64_t now_ms) const {
     return now_ms - started_ms_ < limits_.grace_ms ||
+           (joinable_ms_ && now_ms - *joinable_ms_ < limits_.grace_ms) ||
            std::ranges::any_of(unsettled_, [this](NodeId id) { return in_touch(membership_.state(id)); });
 }
 

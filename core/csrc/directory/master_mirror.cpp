@@ -78,6 +78,7 @@ void Master::begin_to_follow(uint64_t now_ms) {
     mirror_.detach();
     standby_ = one_of_several_ = true;
     whole_ = superseded_ = false;
+    joinable_ms_.reset();
     first_ = version_ = closed_of_owner_ = kNoVersion;
 }
 
@@ -93,6 +94,7 @@ bool Master::follow(uint64_t now_ms, Reader frame) {
     version_ = std::max(version_, head.newest);
     log_.lose(head.complete_since);
     whole_ |= (head.flags & kMirrorWhole) != 0;
+    if (whole_ && !joinable_ms_) joinable_ms_ = now_ms;
     if (!whole_ || head.closed <= closed_of_owner_) return true;
     // Of those without an end the client is gone.
     while (!open_.empty() && open_.begin()->second.last <= head.closed) open_.erase(open_.begin());
@@ -167,7 +169,10 @@ void Master::take_over(uint64_t now_ms, Version first, bool all_told) {
     // The nodes that had joined tell all that happens. One that did not know all begins as a new master does.
     if (!whole_) started_ms_ = now_ms;
     // It fills up no more.
-    if (all_told) started_ms_ = now_ms - std::min<uint64_t>(now_ms, limits_.grace_ms);
+    if (all_told) {
+        started_ms_ = now_ms - std::min<uint64_t>(now_ms, limits_.grace_ms);
+        joinable_ms_.reset();
+    }
     // What was begun counts as carried out, and no node as told: the end of it may have been acknowledged.
     std::vector<Hash128> open;
     log_.each_after(closed_of_owner_, [&](const Hash128& hash, const Removal&) {

@@ -497,6 +497,21 @@ std::vector<std::vector<std::byte>> mirror_frames() {
     return frames;
 }
 
+TEST_CASE(
+    "masters: a standby that followed for a moment is filling when it takes over, unless all nodes told it") {
+    MasterLimits limits;
+    limits.grace_ms = 2000;
+    for (bool all_told : {false, true}) {
+        Master standby(limits, 0, first_version(1000));
+        standby.begin_to_follow(10000);
+        for (const std::vector<std::byte>& frame : mirror_frames())
+            REQUIRE(standby.follow(10001, Reader(std::span<const std::byte>(frame))));
+        standby.take_over(10002, first_version(2000), all_told);
+        CHECK(standby.filling(10003) == !all_told);
+        CHECK_FALSE(standby.filling(12001));
+    }
+}
+
 TEST_CASE("masters: a standby follows damaged frames to no harm") {
     const std::vector<std::vector<std::byte>> sound = mirror_frames();
     REQUIRE(sound.size() == 2);
