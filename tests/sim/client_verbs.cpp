@@ -212,6 +212,7 @@ void SimClient::put(const CallRef& call) {
 // Without the master's word nothing is promised.
 Operation::Outcome SimClient::outcome_of(Call& call, const RemovalSteps& removal) {
     call.operation.alone = removal.know(0) < 2 && !planted_.one_told;
+    call.operation.version = removal.versions().empty() ? kNoVersion : removal.versions()[0];
     if (removal.unsure(0).empty()) return Operation::kDone;
     return removal.acknowledged() ? Operation::kPartly : Operation::kUnknown;
 }

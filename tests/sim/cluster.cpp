@@ -120,11 +120,17 @@ class Cluster {
         operation.begin = world_.now();
         history_.push_back(operation);
         lives_.push_back(client.life());
+        master_knows_.push_back(false);
         bool away = is_away(operation.client, operation.key);
         client.run(operation, [this, index, away](const Operation& done) {
             history_[index] = done;
             history_[index].away =
                 away || is_away(done.client, done.key) || (done.from && is_unheard(*done.from, done.key));
+            if (is_acknowledged(done)) {
+                master_knows_[index] =
+                    masters_[clients_[done.client]->range_of_key(done.key)].restarted_at <= done.begin;
+                note_knowledge(index);
+            }
         });
     }
 
@@ -164,7 +170,41 @@ class Cluster {
             });
             if (is_whole) of.whole_at = world_.now();
         }
+        note_knowledge();
         world_.at(world_.now() + 50 * kMs, nullptr, [this] { watch(); });
+    }
+
+    static bool is_acknowledged(const Operation& o) {
+        return is_write(o.kind) && (o.outcome == Operation::kDone || o.outcome == Operation::kPartly);
+    }
+
+    // Which acknowledged writes nobody knows of any more. After each end of a node or a master, and now and
+    // then, as those that know tell a new master, and a master tells nodes.
+    void note_knowledge() {
+        if (restarts_of_masters_ == 0) return;
+        for (size_t i = 0; i < history_.size(); ++i) {
+            if (is_acknowledged(history_[i])) note_knowledge(i);
+        }
+    }
+    void note_knowledge(size_t index) {
+        Operation& o = history_[index];
+        if (o.version == kNoVersion || o.forgotten_at != UINT64_MAX) return;
+        if (master_knows_[index]) return;
+        const Masters& masters = masters_[clients_[o.client]->range_of_key(o.key)];
+        bool known = false;
+        for (const auto& node : nodes_) {
+            if (!node->running() || node->last_removal("k" + std::to_string(o.key)) < o.version) continue;
+            known = true;
+            if (masters.owner().running() && node->in_pool(masters.owner())) master_knows_[index] = true;
+        }
+        if (!known) o.forgotten_at = world_.now();
+    }
+    void master_forgets(const Masters& masters) {
+        ++restarts_of_masters_;
+        for (size_t i = 0; i < history_.size(); ++i) {
+            if (&masters_[clients_[history_[i].client]->range_of_key(history_[i].key)] == &masters)
+                master_knows_[i] = false;
+        }
     }
 
     // Whether its master lists the node of that host, and cannot hear of what it holds: clients which know
@@ -180,6 +220,7 @@ class Cluster {
         if (!process.running()) return;
         network_.ended(process, silently);
         process.end();
+        note_knowledge();
         world_.at(world_.now() + after, nullptr, [&process] { process.start(); });
     }
 
@@ -207,7 +248,10 @@ class Cluster {
             case Action::kRestartClient:
                 return restart(*clients_[action.host % hosts], action.lasts, false);
             case Action::kRestartMaster:
-                if (!masters.is_second()) masters.restarted_at = world_.now();
+                if (!masters.is_second() && masters.first->running()) {
+                    masters.restarted_at = world_.now();
+                    master_forgets(masters);
+                }
                 return restart(*masters.first, action.lasts, action.flag);
             case Action::kStop:
                 back_at_[action.host % hosts] = end;
@@ -274,8 +318,9 @@ class Cluster {
     void forget() {
         for (Operation& o : history_) {
             if (!is_write(o.kind)) continue;
-            if (masters_[clients_[o.client]->range_of_key(o.key)].restarted_at <= o.begin) continue;
-            o.forgotten = o.alone ? one_was_restarted(o) : is_lost_on_disks(o);
+            const bool may_be = masters_[clients_[o.client]->range_of_key(o.key)].restarted_at > o.begin &&
+                                (o.alone ? one_was_restarted(o) : is_lost_on_disks(o));
+            if (!may_be) o.forgotten_at = UINT64_MAX;
         }
     }
 
@@ -426,7 +471,9 @@ class Cluster {
     std::vector<std::unique_ptr<SimNode>> nodes_;
     std::vector<std::unique_ptr<SimClient>> clients_;
     std::vector<Operation> history_;
-    std::vector<uint64_t> lives_;  // of the client of each
+    std::vector<uint64_t> lives_;     // of the client of each
+    std::vector<bool> master_knows_;  // of each write
+    uint32_t restarts_of_masters_ = 0;
     // Of each host: when its node was restarted, and when it is back from its last fault.
     std::vector<std::vector<Micros>> restarts_;
     std::vector<Micros> back_at_;

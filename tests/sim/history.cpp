@@ -9,6 +9,7 @@ namespace {
 
 constexpr Micros kBeat = 300 * kMs;    // and what follows it
 constexpr Micros kWaited = 100 * kMs;  // an operation that lasts longer
+constexpr Micros kRejoin = 500 * kMs;  // of a node that stood still so long that it was taken for silent
 
 std::string seconds(Micros at) {
     std::string text = std::to_string(at / kMs);
@@ -23,7 +24,7 @@ struct Value {
     Micros in_force = UINT64_MAX;  // from the end of its acknowledged write on it is the last one
 
     void add(const Operation& o) {
-        if (!o.forgotten && (o.outcome == Operation::kDone || o.outcome == Operation::kPartly))
+        if (o.outcome == Operation::kDone || o.outcome == Operation::kPartly)
             first_end = std::min(first_end, o.end);
         last_begin = std::max(last_begin, o.begin);
     }
@@ -31,13 +32,21 @@ struct Value {
 };
 
 bool acknowledged(const Operation& write) {
-    return !write.forgotten && (write.outcome == Operation::kDone || write.outcome == Operation::kPartly);
+    return write.outcome == Operation::kDone || write.outcome == Operation::kPartly;
 }
 
 // A read of a value. A node that is out of touch gives its own host what it has.
 bool is_counted_read(const Operation& o, Micros healed) {
     return o.kind == Operation::kGet && o.outcome == Operation::kDone && o.value != 0 &&
            !(o.away && o.begin < healed);
+}
+
+// A put that waited for a node that stood still, which tells of it once it has joined again, or drops it with
+// the beat after a removal that waited as well: until then clients of its host read it.
+Micros late_until(const Operation& put, const Operation& removal) {
+    if (put.kind != Operation::kPut || put.end - put.begin <= kWaited) return 0;
+    const bool waited = removal.end - removal.begin > kBeat;
+    return std::max(put.end + kRejoin, waited ? removal.end + kBeat : 0);
 }
 
 std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation*>& operations,
@@ -59,9 +68,6 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
         // Some nodes may have what it removes until everything is well again.
         if (value.write->outcome == Operation::kPartly) value.first_end = std::max(value.first_end, healed);
         if (acknowledged(*value.write)) value.in_force = std::max(value.first_end, value.write->end);
-        // Copies that were stored while it waited go with the next beat of their nodes.
-        if (value.removal() && value.in_force != UINT64_MAX && value.write->end - value.write->begin > kBeat)
-            value.in_force += kBeat;
     }
     // Reads of a value within its own write order nothing.
     for (const Operation* o : operations) {
@@ -81,13 +87,21 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
                 continue;
             if (next.in_force < old.write->begin) continue;  // that is the earlier one
             const bool removed = next.removal();
-            const Micros last_begin = removed ? old.last_begin : old.settled_begin;
-            if (old.first_end >= (removed ? next.last_begin : next.settled_begin)) continue;
-            // A put that waited for a node that stood still: that node tells of it once it has joined again.
-            const bool is_fresh = removed && old.write->kind == Operation::kPut &&
-                                  old.write->end - old.write->begin > kWaited &&
-                                  old.write->end + kBeat > next.write->begin;
-            if (next.in_force + (is_fresh ? kBeat : 0) >= last_begin) continue;
+            // The master's order, where it gave both their places.
+            const bool in_order =
+                old.write->kind == Operation::kReplace && old.write->version != 0 && next.write->version != 0;
+            if (in_order ? old.write->version > next.write->version
+                         : old.first_end >= (removed ? next.last_begin : next.settled_begin))
+                continue;
+            Micros last_begin = 0;  // of the reads that next forbids
+            for (const Operation* o : operations) {
+                if (o->value != a->first || !is_counted_read(*o, healed)) continue;
+                if ((in_order || !removed) && o->begin < old.write->end) continue;
+                if (next.write->forgotten_at <= o->end) continue;
+                if (removed && !o->from && o->begin <= late_until(*old.write, *next.write)) continue;
+                last_begin = std::max(last_begin, o->begin);
+            }
+            if (next.in_force >= last_begin) continue;
             std::string what =
                 "k" + std::to_string(key) + ": value " + std::to_string(a->first) + " was read after ";
             bool for_ever = last_begin >= healed;

@@ -35,9 +35,11 @@ struct Operation {
     uint64_t value = 0;  // written or read; 0: a miss
     Micros begin = 0, end = 0;
     std::optional<uint32_t> from{};  // of a read: the host whose node had the value
-    bool alone = false;      // of a write: one node at most knows of it, as no other that is in touch answers
-    bool forgotten = false;  // the same, and the master was restarted since
-    bool left = false;       // of a write: stripes may stay that no client could remove
+    bool alone = false;    // of a write: one node at most knows of it, as no other that is in touch answers
+    bool left = false;     // of a write: stripes may stay that no client could remove
+    uint64_t version = 0;  // of a write: its place in the master's order
+    // Of a write: from then on no process that runs knows of it.
+    Micros forgotten_at = UINT64_MAX;
     bool away = false;  // the node of its host, or the one that was read, was out of touch with the master
 };
 

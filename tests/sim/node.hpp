@@ -60,6 +60,10 @@ class SimNode final : public Process {
     Version applied(uint32_t range) const {
         return removals_ == nullptr ? kNoVersion : removals_->applied(range);
     }
+    // The last removal or replacement of a key that it was told of and remembers.
+    Version last_removal(const std::string& name) const {
+        return removals_ == nullptr ? kNoVersion : removals_->last(pool()->hash(space_, name));
+    }
     // How many of its objects are of that range.
     uint64_t objects(const Range& range) const;
     uint64_t objects_on_disk(const Range& range) const;

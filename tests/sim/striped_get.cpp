@@ -151,6 +151,7 @@ void SimClient::Striped::drive_lookup(const Then<Presence>& then) {
 void SimClient::Striped::remove() {
     c.remove(part(Operation::kRemove, name(), {}, [this, self = shared_from_this()](Call& removed) {
         call->operation.alone = removed.operation.alone;
+        call->operation.version = removed.operation.version;
         outcome = removed.operation.outcome;
         remove_stripes(shown(removed), [this, self] { finish(outcome); });
     }));

@@ -170,6 +170,7 @@ void SimClient::Striped::put_manifest(const std::function<void()>& then) {
     Operation::Kind kind = put_steps->replaces() ? Operation::kReplace : Operation::kPut;
     c.put(part(kind, name(), bytes, [this, self = shared_from_this(), then](Call& put) {
         call->operation.alone = put.operation.alone;
+        call->operation.version = put.operation.version;
         outcome = put.operation.outcome;
         // The node may have the manifest, or get it yet: its stripes stay.
         if (put.is_unanswered) return finish(Operation::kUnknown);

@@ -218,6 +218,16 @@ TEST_CASE("sim: the own node keeps no old value behind a replacement that anothe
     expect_none_from(100022, c);
 }
 
+// 5504381: a standby that had lost its owner followed it anew, and took over before a node was back, of which
+// it said that there is none. A client whose former list had that node told it no removal.
+TEST_CASE("sim: a standby that has just followed its owner anew may not know all nodes") {
+    Conditions c = clean_conditions();
+    c.replaces = 0;
+    c.stops = c.cuts = 2;
+    c.standby = c.owner_stops = true;
+    expect_none_from(5504381, c);
+}
+
 // Each once read what a node brought from its disk before the nodes that knew of the removal had joined.
 TEST_CASE("sim: a new master sends no client to a restarted node before the others have joined") {
     Conditions c = clean_conditions();

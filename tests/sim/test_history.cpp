@@ -65,14 +65,30 @@ TEST_CASE("sim history: reads of a value within its own write do not order it") 
     CHECK(check({early, late, read(2, 51, 1), read(1, 60, 1)}, 1000));
 }
 
-TEST_CASE("sim history: a put that waited, and ended within a beat of its removal, may be read for a beat") {
+TEST_CASE("sim history: a put that waited is read on its host until its node has joined again") {
     Operation put = op(Operation::kPut, 1, 0, 200 * kMs);
-    auto removal = [](Micros begin) { return op(Operation::kRemove, 2, begin, begin + 10 * kMs); };
+    auto removal = [](Micros begin, Micros lasts = 10 * kMs) {
+        return op(Operation::kRemove, 2, begin, begin + lasts);
+    };
+    Operation elsewhere = read(1, 600 * kMs, kMs);
+    elsewhere.from = 1;
     CHECK_FALSE(check({put, removal(400 * kMs), read(1, 700 * kMs, kMs)}, 10 * kSecond));
-    CHECK(check({put, removal(400 * kMs), read(1, 711 * kMs, kMs)}, 10 * kSecond));
-    CHECK(check({put, removal(501 * kMs), read(1, 600 * kMs, kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(400 * kMs), read(1, 701 * kMs, kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(400 * kMs), elsewhere}, 10 * kSecond));
+    CHECK_FALSE(check({put, removal(400 * kMs, kSecond), read(1, 1600 * kMs, kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(400 * kMs, kSecond), read(1, 1701 * kMs, kMs)}, 10 * kSecond));
     put.begin = 150 * kMs;  // it did not wait
-    CHECK(check({put, removal(400 * kMs), read(1, 700 * kMs, kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(400 * kMs), read(1, 600 * kMs, kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(400 * kMs, kSecond), read(1, 1401 * kMs, kMs)}, 10 * kSecond));
+}
+
+TEST_CASE(
+    "sim history: a write that all have forgotten counts until then, and what it wrote stays replaced") {
+    Operation one = op(Operation::kReplace, 1, 0, 10), two = op(Operation::kReplace, 2, 20, 30);
+    two.forgotten_at = 100;
+    CHECK(check({one, two, read(1, 40)}, 1000));
+    CHECK_FALSE(check({one, two, read(1, 100)}, 1000));
+    CHECK(check({one, two, op(Operation::kRemove, 3, 120, 130), read(2, 140)}, 1000));
 }
 
 TEST_CASE("sim history: puts without replace need no order, removals of them do") {

@@ -212,7 +212,7 @@ TEST_CASE("sim, planted: an owner that gives removals their places before its st
 }
 
 TEST_CASE("sim, planted: a former owner that goes on when its standby has taken over") {
-    expect_found({.term_ignored = true}, with_a_former_owner(), 60);
+    expect_found({.term_ignored = true}, with_a_former_owner(), kSeeds, 570);
 }
 
 TEST_CASE("sim, planted: a node that puts what is older than a replacement it was told of") {
@@ -236,7 +236,7 @@ TEST_CASE("sim, planted: what is being written to a disk survives its removal") 
 }
 
 TEST_CASE("sim, planted: each attempt of a put comes after the removals known by then") {
-    expect_found({.put_anew = true}, with_second_attempts(), kSeeds, 460);
+    expect_found({.put_anew = true}, with_second_attempts(), kSeeds, 1295);
 }
 
 TEST_CASE("sim, planted: a key that two ranges take") {
