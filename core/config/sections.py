@@ -324,8 +324,8 @@ class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     advertise: Annotated[
         str,
         about(
-            "host:port by which other masters reach this one; empty: master.listen, or where that is 0.0.0.0 "
-            "or ::, this host's address"
+            "host:port by which masters, nodes and clients reach this one; empty: master.listen, or where "
+            "that is 0.0.0.0 or ::, this host's address"
         ),
     ] = ""
     frame_bytes_max: Annotated[Size, about("the longest frame on the wire")] = parse_size("8MiB")

@@ -226,14 +226,14 @@ class Drain:
 
         Two beats of each master: the first may have been sent before the listing.
         """
-        before = self._server.settled()
+        before = {master: beats for master, _, _, beats in self._server.settled()}
         until_s = time.monotonic() + SETTLE_S
         while True:
             of_range: dict[int, list[bool]] = {}
-            for (range_, joined, beats), (_, _, then) in zip(self._server.settled(), before, strict=True):
+            for master, range_, joined, beats in self._server.settled():
                 settled = of_range.setdefault(range_, [])
                 if joined:
-                    settled.append(beats >= then + 2)
+                    settled.append(beats >= before.setdefault(master, beats) + 2)
             if all(settled and all(settled) for settled in of_range.values()):
                 return ""
             if why := self._why_over():

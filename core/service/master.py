@@ -303,7 +303,7 @@ def _election_of(config: Config, listen: Address) -> Ballot | None:
 
 
 def _advertise(config: Config, listen: Address) -> str:
-    """host:port by which other masters reach this one; empty where the port is not known yet."""
+    """host:port by which others reach this one; empty where the port is not known yet."""
     if config.master.advertise:
         return str(parse_address(config.master.advertise, "master.advertise"))
     return str(Address(advertised_address(listen.host, None), listen.port)) if listen.port else ""

@@ -102,6 +102,7 @@ DESCRIPTIONS: dict[str, str] = {
     "master_silent_ms": "Milliseconds since the master's last answer.",
     "master_joins_total": "Times that the node joined a master.",
     "master_connect_failures_total": "Attempts to reach the master that failed.",
+    "masters_learned": "Masters that are not in its list, and that another one has named.",
     "masters_joined": "Of the masters that it is to join, those that know it and all it holds.",
     "master_inventories_total": "Times that the master was told all that the node holds.",
     "master_rows_sent_total": "Changes and inventory rows that the master was told.",

@@ -134,7 +134,7 @@ class Server:
         """
     def settled(self) -> list:
         """
-        Of each master (its range, whether the node has joined it, beats that were sent when it had been told all and whose answers are carried out).
+        Of each master (a number that stays, its range, whether the node has joined it, beats that were sent when it had been told all and whose answers are carried out); more may come.
         """
     def ssd(self) -> list:
         """
@@ -553,6 +553,11 @@ class MasterState:
         For how long the standby has owed its word, s.
         """
     @property
+    def masters(self) -> list[str]:
+        """
+        host:port of its range's masters, as it tells nodes and clients; empty: it is of the release before.
+        """
+    @property
     def newest(self) -> int:
         """
         The last version that it has given, or heard of.
@@ -564,6 +569,11 @@ class MasterState:
     def other(self) -> str:
         """
         The name of an owner's standby; of a standby the address of its owner.
+        """
+    @property
+    def own_address(self) -> str:
+        """
+        Which of them is its own; empty: it does not know.
         """
     @property
     def range(self) -> tuple[int, int]:
@@ -587,7 +597,7 @@ class MasterServer:
         ...
     def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, settings: dict, *, tls: TlsServer | None = None, standby_of: str = '', owner_tls: TlsClient | None = None, elected: bool = False, name: str = '', range: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] = (0, 1), advertise: str = '') -> None:
         """
-        settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: follow() or take_over() says what it is; until then it serves none. name: by which an owner tells its standbys apart. range: (index, count) of the shards that it has. advertise: host:port by which other masters reach it; empty: as it listens.
+        settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: follow() or take_over() says what it is; until then it serves none. name: by which an owner tells its standbys apart. range: (index, count) of the shards that it has. advertise: host:port by which others reach it; empty: as it listens.
         """
     def ask_hand_over(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
         """

@@ -126,7 +126,8 @@ def test_an_owner_hands_over_while_clients_remove_and_read_and_then_follows(clus
 def test_a_standby_that_nodes_have_yet_to_join_is_not_handed_to(cluster: Cluster) -> None:
     cluster.start_master()
     [a] = cluster.start("a", master=False)
-    cluster.start_standby()  # which the node does not know
+    cluster.network.cut((a.host, cluster.host("s")))  # the node learns of it, and does not reach it
+    cluster.start_standby()
     assert cluster.standby_host is not None
     asked = cluster.standby_host.moonpool("promote")
     assert asked.wait() != 0

@@ -12,6 +12,7 @@ from . import wire_client as w
 from .wire_client import Wire
 
 JOIN, DELTA, BEAT, MEMBERS, LOCATE, PLACE, FORGET, LEAVE, REMOVALS, ORDERED = range(32, 42)
+MIRROR, MASTERS = 42, 45
 BEGIN, END, APPLIED = 1, 2, 4  # flags of DELTA
 REMOVED = 0x80  # in a row of DELTA
 PREFIX, SUSPECTS, ORDER = 1, 2, 4  # flags of LOCATE
@@ -114,6 +115,10 @@ def place(size: int, n: int, avoid_nodes: list[int], avoid_hosts: list[bytes], *
 def forget(hashes: list[bytes], unreached: list[int]) -> bytes:
     nodes = struct.pack(f"<{len(unreached)}H", *unreached)
     return struct.pack("<IHH", len(hashes), len(unreached), 0) + nodes + b"".join(hashes)
+
+
+def masters(term: int, addresses: list[bytes], *, of_owner: bool = True, own: int = 0) -> bytes:
+    return struct.pack("<QBBB", term, of_owner, own, len(addresses)) + b"".join(map(w.text16, addresses))
 
 
 def connect(address: str, token: bytes, purpose: bytes, *, timeout_s: float = 10.0) -> Wire:

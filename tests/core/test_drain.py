@@ -423,7 +423,7 @@ class Listing:
     """A server that has one object, which it lists; its masters' beats are what the test says."""
 
     def __init__(self) -> None:
-        self.beats = [(0, True, 5), (0, False, 0), (1, True, 7)]
+        self.beats = [(0, 0, True, 5), (1, 0, False, 0), (2, 1, True, 7)]
         self.held = self.asked = 0
         self.fails = False
 
@@ -432,7 +432,7 @@ class Listing:
             raise Timeout("the node's data plane did not answer", operation="drain")
         return 0, struct.pack("<IIQQQII", 0, 3, 1, 10, 1, 0, 0)
 
-    def settled(self) -> list[tuple[int, bool, int]]:
+    def settled(self) -> list[tuple[int, int, bool, int]]:
         self.asked += 1
         return self.beats
 
@@ -452,11 +452,15 @@ def test_nothing_is_copied_before_the_masters_have_compared_what_was_listed() ->
     listing = Listing()
     drain = drain_of(listing)
     drain.start()
-    for beats in ([(0, True, 6), (0, False, 0), (1, True, 9)], [(0, True, 6), (0, True, 1), (1, True, 9)]):
+    for beats in (
+        [(0, 0, True, 6), (1, 0, False, 0), (2, 1, True, 9)],
+        [(0, 0, True, 6), (1, 0, True, 1), (2, 1, True, 9)],
+        [(0, 0, True, 7), (1, 0, True, 2), (3, 1, True, 9), (2, 1, True, 9)],  # a learned one
+    ):
         listing.beats, asked = beats, listing.asked
         until(lambda asked=asked: listing.asked > asked + 2, 60.0)
         assert listing.held == 0
-    listing.beats = [(0, True, 7), (0, True, 2), (1, True, 9)]
+    listing.beats = [(0, 0, True, 7), (1, 0, True, 2), (3, 1, True, 11), (2, 1, True, 9)]
     until(lambda: not drain.is_running, 60.0)
     assert (drain.now().state, drain.now().copied_objects, listing.held) == ("done", 1, 1)
 

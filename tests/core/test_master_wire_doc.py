@@ -72,6 +72,9 @@ EXAMPLES = {
     "PLACE, answer": answer(m.PLACE, struct.pack("<HHQ", 1, 0, FIRST), 5),
     "ORDERED": w.frame(m.ORDERED, m.ordered(FIRST + 1, 2, [KEY], [0, 1], [0b11], [0b10]), request_id=6),
     "ORDERED, answer": answer(m.ORDERED, struct.pack("<IQ", 1, FIRST + 1), 6),
+    "MASTERS": w.frame(
+        m.MASTERS, m.masters(FIRST, [b"10.0.0.1:7700", b"10.0.0.3:7700"], own=1), flags=w.ONE_WAY
+    ),
     "FORGET": w.frame(m.FORGET, m.forget([KEY], [1]), request_id=7),
     "FORGET, answer": answer(m.FORGET, struct.pack("<I", 1), 7),
 }

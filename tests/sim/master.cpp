@@ -60,7 +60,7 @@ bool SimMaster::accept(std::shared_ptr<End> end, Caller kind, SimMaster* from) {
         .on_join_refused = {},
         .why_no_orders = [this] { return unless_ignored(pair_->why_no_orders(now_ms())); },
         .why_no_ends = [this] { return unless_ignored(pair_->why_no_ends(now_ms())); },
-        .on_standby = [this, id, from](const std::string&) -> std::optional<Error> {
+        .on_standby = [this, id, from](const std::string&, const std::string&) -> std::optional<Error> {
             standby_process_ = from;
             attach(id);
             return std::nullopt;

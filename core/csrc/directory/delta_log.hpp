@@ -5,6 +5,7 @@
 // inventory is due instead.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -35,8 +36,11 @@ class DeltaLog {
 
     void push(const Hash128& hash, Tier tier, bool added) {
         if (range_.contains(hash) && keep(hash, tier, added) && wake_) wake_();
-        if (next_ != nullptr) next_->push(hash, tier, added);
+        if (DeltaLog* next = next_.load(std::memory_order_acquire)) next->push(hash, tier, added);
     }
+    // While rows are pushed: one more behind the last, which tells its master all at first. It lives as long
+    // as this one is pushed to.
+    void append(DeltaLog& next) { next_.store(&next, std::memory_order_release); }
 
     // Moves the rows to `out`, which is empty and lends its memory. False: an inventory is due instead.
     bool take(std::vector<DeltaRow>& out) {
@@ -93,7 +97,7 @@ class DeltaLog {
     const size_t max_;
     const Range range_;
     const std::function<void()> wake_;
-    DeltaLog* const next_;
+    std::atomic<DeltaLog*> next_;
     mutable Mutex mutex_;
     std::vector<DeltaRow> rows_ GUARDED_BY(mutex_);
     bool inventory_due_ GUARDED_BY(mutex_) = true;  // the first thing that a master hears

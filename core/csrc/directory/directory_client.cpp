@@ -170,12 +170,33 @@ Status DirectoryClient::send_all(std::span<const std::byte> bytes) {
             return peer_failed({Code::kTimeout, peer() + " took no bytes in time"});
         }
         if (n < 0) {
-            return peer_failed(
-                {Code::kUnavailable, "the connection to " + peer() + " is lost: " + std::strerror(errno)});
+            const std::string why = std::strerror(errno);
+            if (std::optional<Error> refusal = last_words()) return *refusal;
+            return peer_failed({Code::kUnavailable, "the connection to " + peer() + " is lost: " + why});
         }
         bytes = bytes.subspan(static_cast<size_t>(n));
     }
     return success();
+}
+
+// Of a connection that the other end has closed: why, if it has said so. What this end sent since does not
+// take away what came before.
+std::optional<Error> DirectoryClient::last_words() {
+    constexpr uint32_t kBytesMax = 4096;
+    FrameHeader header;
+    if (socket_.receive(&header, sizeof(header), false) != static_cast<ssize_t>(sizeof(header)) ||
+        header.magic != kMagic || header.kind != Kind::kError || header.length > kBytesMax)
+        return std::nullopt;
+    body_.resize(header.length);
+    if (socket_.receive(body_.data(), body_.size(), false) != static_cast<ssize_t>(body_.size()))
+        return std::nullopt;
+    Reader body(body_);
+    return refused(read_error(body));
+}
+
+// By an error frame that names no question, behind which the connection ends.
+Error DirectoryClient::refused(Error error) {
+    return error.code == Code::kUnavailable ? peer_failed(std::move(error)) : lost(std::move(error));
 }
 
 Status DirectoryClient::receive(void* data, size_t size) {
@@ -207,7 +228,11 @@ uint64_t DirectoryClient::begin(Kind kind) {
 // too: the master sends it only when it is about to close.
 Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Parse& parse) {
     FrameHeader header;
-    if (Status status = receive(&header, sizeof(header)); !status) return status;
+    for (;;) {
+        if (Status status = receive(&header, sizeof(header)); !status) return status;
+        if (header.magic != kMagic || header.kind != Kind::kMasters) break;
+        if (Status status = hear_masters(header); !status) return status;
+    }
     if (header.magic != kMagic || header.version != kVersion || header.length > kAnswerMax) {
         return lost({Code::kProtocol, peer() + " does not speak the protocol of a Moonpool master"});
     }
@@ -220,11 +245,7 @@ Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Par
         if (by_node_ && error.code == Code::kTimeout) WaitBudget::spent(waits_ms_ * 3 / 4);  // of the node
         return error;
     }
-    if (header.kind == Kind::kError) {
-        Error error = read_error(body);
-        if (error.code == Code::kUnavailable) return peer_failed(std::move(error));
-        return lost(std::move(error));
-    }
+    if (header.kind == Kind::kError) return refused(read_error(body));
     if (header.request_id != request_id || header.kind != kind || !parse(body)) {
         return lost({Code::kProtocol, peer() + " sent an answer that does not fit the question"});
     }

@@ -6,8 +6,8 @@
 // first call waits for the first attempt, at most timeout_ms.
 //
 // Of several masters one serves at a time; a standby refuses the connection until it has taken over. The
-// thread tries one after the other. A call whose connection ends, as when a master hands over to another one,
-// asks again over the next one, once.
+// thread tries one after the other, and those that a master has named since. A call whose connection ends, as
+// when a master hands over to another one, asks again over the next one, once.
 //
 // Where the own node relays, the connection is one to that node, and the frames are the same. Where the node
 // does not answer, the client asks the master itself, within the same call, and goes back to the node later.
@@ -109,6 +109,7 @@ class DirectoryClient {
     bool connected() const { return connected_.load(std::memory_order_acquire); }
     bool by_node() const { return by_node_.load(std::memory_order_acquire); }  // while connected
     const std::string& master() const { return options_.master; }
+    std::vector<std::string> learned() const { return addresses_.learned(); }  // masters, beside those
     void close();  // ends calls in progress; every later call fails with kClosed
 
    private:
@@ -143,6 +144,8 @@ class DirectoryClient {
     void hear(Reader& r);  // the newest version, behind an answer
     Error lost(Error error) REQUIRES(io_mutex_);
     Error peer_failed(Error error) REQUIRES(io_mutex_);
+    Error refused(Error error) REQUIRES(io_mutex_);
+    std::optional<Error> last_words() REQUIRES(io_mutex_);
     std::string peer() const;
     static Error forked();
     void dial_loop();
@@ -152,11 +155,13 @@ class DirectoryClient {
         Fd members;
     };
     Result<Dialed> dial_any(bool only_node, std::optional<ByNode>& by_node);
+    Result<ControlSocket> ask_for_masters(Result<Dialed> dialed, bool by_node);
+    Status hear_masters(const FrameHeader& header) REQUIRES(io_mutex_);
     Status fit_members(uint64_t epoch) REQUIRES(io_mutex_);
     bool take_members(std::optional<uint64_t> heard_ms) REQUIRES(io_mutex_);
 
     DirectoryClientOptions options_;
-    MasterAddresses addresses_;  // of the thread that dials
+    MasterAddresses addresses_;
     ForkGuard fork_;
     std::atomic<bool> connected_{false};
     std::atomic<bool> by_node_{false};  // the connection is one to the own node; written under io_mutex_

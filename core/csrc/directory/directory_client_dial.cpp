@@ -55,11 +55,12 @@ void DirectoryClient::dial_loop() {
         const bool only_node = dialing.only_node;
         std::optional<ByNode> by_node;
         lock.unlock();
-        Result<Dialed> dialed = dial_any(only_node, by_node);
+        Result<Dialed> to_one = dial_any(only_node, by_node);
+        Result<ControlSocket> dialed = ask_for_masters(std::move(to_one), by_node.has_value());
         lock.lock();
         dialing.once = true;
         if (dialed) {
-            dialing.socket = {std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};
+            dialing.socket = std::move(*dialed);
             dialing.by_node = std::move(by_node);
             dialing.wanted = dialing.only_node = false;
             left_ = true;
@@ -116,6 +117,47 @@ Result<Dialed> DirectoryClient::dial_any(bool only_node, std::optional<ByNode>& 
     return addresses_.dial(to);
 }
 
+// Behind a WELCOME that names masters: the other side tells of each change from then on. It comes between
+// answers, also while no call is made; the next one reads it (has_ended, receive_answer).
+Result<ControlSocket> DirectoryClient::ask_for_masters(Result<Dialed> dialed, bool by_node) {
+    if (!dialed) return dialed.error();
+    ControlSocket socket{std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};
+    std::span<const std::byte> list = dialed->welcome;
+    if (by_node) list = list.subspan(std::min(list.size(), sizeof(uint64_t)));
+    if (list.empty()) return socket;  // of the release before
+    std::optional<MasterList> masters = masters_of(list);
+    if (!masters) return Error{Code::kProtocol, dialed->peer + " names masters at addresses that are none"};
+    if (by_node) addresses_.hear_by_node(*masters);
+    std::vector<std::byte> out;
+    write_masters_question(out);
+    ssize_t sent;
+    do {
+        sent = socket.send(out.data(), out.size(), true);
+    } while (sent < 0 && errno == EINTR);
+    if (sent != static_cast<ssize_t>(out.size()))
+        return Error{Code::kUnavailable, "the connection to " + dialed->peer + " is lost"};
+    return socket;
+}
+
+// A frame of which the header is read.
+Status DirectoryClient::hear_masters(const FrameHeader& header) {
+    constexpr uint32_t kBytesMax = 16 + kMastersMax * (kMasterAddressMax + 2);
+    body_.resize(std::min(header.length, kBytesMax));
+    if (header.length > kBytesMax) return lost({Code::kProtocol, peer() + " names too many masters"});
+    if (Status status = receive(body_.data(), body_.size()); !status) return status;
+    Reader body(body_);
+    MasterList list;
+    if (!list.read(body)) {
+        return lost({Code::kProtocol, peer() + " names masters at addresses that are none"});
+    }
+    if (by_node_) {
+        addresses_.hear_by_node(list);
+    } else {
+        addresses_.hear(list);
+    }
+    return success();
+}
+
 // Once a second.
 bool DirectoryClient::has_new_key() {
     constexpr uint64_t kLookMs = 1000;
@@ -155,14 +197,22 @@ bool DirectoryClient::keeps_way() {
 }
 
 // Between two calls: the other end has closed the connection, or says why it is about to. Only a call reads
-// from it.
+// from it. Where the masters are, as said meanwhile, is heard first.
 bool DirectoryClient::has_ended() {
-    FrameHeader last_words;
-    ssize_t n;
-    do {
-        n = socket_.receive(&last_words, sizeof(last_words), false);
-    } while (n < 0 && errno == EINTR);
-    return n >= 0 || errno != EAGAIN;
+    for (;;) {
+        FrameHeader header;
+        ssize_t n;
+        do {
+            n = socket_.receive(&header, sizeof(header), false);
+        } while (n < 0 && errno == EINTR);
+        if (n < 0) return errno != EAGAIN;
+        const auto have = static_cast<size_t>(n);
+        if (have == 0) return true;
+        if (have < sizeof(header) &&
+            !receive(reinterpret_cast<std::byte*>(&header) + have, sizeof(header) - have))
+            return true;
+        if (header.magic != kMagic || header.kind != Kind::kMasters || !hear_masters(header)) return true;
+    }
 }
 
 // The next call waits for the result, as the first one does: the master may well be there.

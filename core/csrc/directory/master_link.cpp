@@ -43,11 +43,13 @@ MasterProtocolHost MasterLink::host() {
                 },
             .why_no_orders = [this] { return server_.pair_.why_no_orders(now_ms()); },
             .why_no_ends = [this] { return server_.pair_.why_no_ends(now_ms()); },
-            .on_standby = [this](const std::string& name) { return server_.attach_standby(*this, name); },
+            .on_standby = [this](const std::string& name,
+                                 const std::string& at) { return server_.attach_standby(*this, name, at); },
             .on_heard = [this] { server_.hear_standby(); },
             .on_standby_left = [this] { server_.standby_left_ = true; },
             .on_hand_over = [this](const std::string& address,
-                                   uint32_t told) { return server_.begin_hand_over(address, told); }};
+                                   uint32_t told) { return server_.begin_hand_over(address, told); },
+            .masters = [this] { return server_.masters_now(); }};
 }
 
 MasterLink::~MasterLink() { protocol_.closed(); }
@@ -164,6 +166,14 @@ bool MasterLink::postpones(const FrameHeader& header, Reader body) {
 }
 
 void MasterLink::refuse_hand_over(const Error& why) { write_hand_over_refusal(out_, why); }
+
+bool MasterLink::tell_masters(const MasterList& list) {
+    if (!protocol_.takes_masters() || told_masters_ == list) return true;
+    if (backlog() > server_.options_.limits.send_backlog_bytes) return true;  // a later tick tells it
+    told_masters_ = list;
+    write_masters_frame(out_, list);
+    return flush();
+}
 
 bool MasterLink::go_on() {
     const uint64_t now = now_ms();

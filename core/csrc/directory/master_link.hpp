@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "directory/master_list.hpp"
 #include "directory/master_protocol.hpp"
 #include "directory/master_server.hpp"
 #include "wire/control_socket.hpp"
@@ -43,6 +44,8 @@ class MasterLink final : public EventHandler {
     bool send() { return flush(); }
     // A hand-over ended with this master as the owner: answers what waited for it. False: as above.
     bool go_on();
+    // To a caller that asked for it, where it is news. False: as above.
+    bool tell_masters(const MasterList& list);
     void refuse_hand_over(const Error& why);        // of a standby; send() sends it
     bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
 
@@ -92,7 +95,8 @@ class MasterLink final : public EventHandler {
     };
     std::deque<Postponed> postponed_;
     size_t postponed_bytes_ = 0;
-    size_t whole_answers_ = 0;  // of out_, before the frame that is being handled
+    MasterList told_masters_{};  // by tell_masters
+    size_t whole_answers_ = 0;   // of out_, before the frame that is being handled
     uint32_t events_ = kFirstEvents;
 };
 

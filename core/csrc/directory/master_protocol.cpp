@@ -29,6 +29,11 @@ void MasterProtocol::closed() {
 Status MasterProtocol::on_frame(uint64_t now_ms, const FrameHeader& header, Reader body,
                                 std::vector<std::byte>& out) {
     promises_ = false;
+    if (header.kind == Kind::kMasters && caller_ != Caller::kStandby && host_.masters) {
+        takes_masters_ = true;
+        write_masters_frame(out, host_.masters());
+        return success();
+    }
     if (caller_ == Caller::kNode) {
         switch (header.kind) {
             case Kind::kJoin:
@@ -231,11 +236,12 @@ bool MasterProtocol::refuse_outside(std::string_view hashes, const FrameHeader& 
     return false;
 }
 
-// text16 name
+// text16 name, text16 address; a standby of the release before ends it before the address
 Status MasterProtocol::on_mirror(Reader body) {
-    std::string name;
+    std::string name, address;
     if (!read_text(body, name)) return malformed("is no MIRROR");
-    std::optional<Error> refusal = host_.on_standby(name);
+    if (body.left() != 0 && !read_text(body, address)) return malformed("ends early");
+    std::optional<Error> refusal = host_.on_standby(name, address);
     return refusal ? Status(*refusal) : success();
 }
 

@@ -14,6 +14,7 @@
 
 #include "base/result.hpp"
 #include "directory/master.hpp"
+#include "directory/master_list.hpp"
 #include "wire/access.hpp"
 #include "wire/frame.hpp"
 
@@ -29,11 +30,14 @@ struct MasterProtocolHost {
     // Why this master begins no removals now, or ends none, if so.
     std::function<std::optional<Error>()> why_no_orders, why_no_ends;
     // A standby asks for all, under that name; why not, if it may not.
-    std::function<std::optional<Error>(const std::string& name)> on_standby;
+    // address: host:port by which it is reached, empty where it does not say.
+    std::function<std::optional<Error>(const std::string& name, const std::string& address)> on_standby;
     std::function<void()> on_heard;         // the standby has heard more
     std::function<void()> on_standby_left;  // it ends, and does not take over
     // It asks to be the owner, at that address; so many nodes have told it all. Why it is not, if so.
     std::function<std::optional<Error>(const std::string& address, uint32_t told)> on_hand_over;
+    // Where the masters are, for a caller that asks to be told from now on; null: this one does not tell.
+    std::function<MasterList()> masters = nullptr;
 };
 
 enum class Caller : uint8_t { kNode, kClient, kStandby };
@@ -57,6 +61,7 @@ class MasterProtocol {
     // order. So a removal that any node was told of is known to the standby, also where its client or this
     // master ends before the end of it.
     bool promises() const { return promises_; }
+    bool takes_masters() const { return takes_masters_; }  // MASTERS frames, whenever the list changes
 
    private:
     Status on_join(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
@@ -87,7 +92,7 @@ class MasterProtocol {
     std::string tenant_;
     Access access_;
     NodeId node_ = kNoNode;
-    bool promises_ = false;
+    bool promises_ = false, takes_masters_ = false;
 };
 
 }  // namespace moonpool

@@ -78,8 +78,11 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
             const Range& range = raw->options_.range;
             if (!range.is_all()) return range_needed(range);
             if (!raw->pair_.serves(kind)) return raw->not_served();
-            return std::vector<std::byte>();
+            std::vector<std::byte> out;
+            raw->append_masters(out);
+            return out;
         };
+        service.instead = [raw = server.get()] { return raw->owner_elsewhere(); };
         service.serve = [raw = server.get(), kind](AuthenticatedConnection caller) {
             // std::function has to be copyable, and a connection is not.
             auto shared = std::make_shared<AuthenticatedConnection>(std::move(caller));
@@ -98,6 +101,7 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
             std::vector<std::byte> out;
             Writer w(out);
             write_range(w, raw->options_.range);
+            raw->append_masters(out);
             return out;
         };
         open_to_tenants();
@@ -248,9 +252,30 @@ void MasterServer::note_state(uint64_t now) {
                       .first = master_.first(),
                       .newest = master_.newest(),
                       .other = std::move(other.name),
-                      .range = options_.range};
+                      .range = options_.range,
+                      .masters = masters_now()};
+    tell_masters(state.masters);
     MutexLock lock(state_mutex_);
     state_ = std::move(state);
+}
+
+// On the listener's thread.
+void MasterServer::append_masters(std::vector<std::byte>& welcome) {
+    MutexLock lock(state_mutex_);
+    state_.masters.write(Writer(welcome));
+}
+
+// When it has changed, and every second, for those that did not read what they were told.
+void MasterServer::tell_masters(const MasterList& list) {
+    constexpr uint64_t kAgainMs = 1000;
+    if (list == told_masters_ && ticked_ms_ - told_masters_ms_ < kAgainMs) return;
+    told_masters_ = list;
+    told_masters_ms_ = ticked_ms_;
+    std::vector<std::shared_ptr<MasterLink>> all;
+    for (const auto& [fd, link] : links_) all.push_back(link);
+    for (const auto& link : all) {
+        if (links_.contains(link->fd()) && !link->tell_masters(list)) drop(link->fd());
+    }
 }
 
 // Which members came, fell silent, were heard again or went, since the last look.

@@ -23,6 +23,7 @@
 #include "base/result.hpp"
 #include "base/soft_limit.hpp"
 #include "directory/master.hpp"
+#include "directory/master_list.hpp"
 #include "directory/master_pair.hpp"
 #include "directory/master_state.hpp"
 #include "directory/standby_agent.hpp"
@@ -48,7 +49,7 @@ struct MasterServerOptions {
     std::string standby_of;                // host:port of the owner that it follows; empty: it is one
     bool elected = false;                  // follow() or take_over() says what it is; until then nothing
     std::string name;                      // by which an owner tells its standbys apart
-    std::string advertise;                 // host:port by which other masters reach it; empty: as it listens
+    std::string advertise;                 // host:port by which others reach it; empty: as it listens
     std::shared_ptr<const TlsClient> owner_tls;  // of the way there; null: plain
     MasterPairOptions pair;
 };
@@ -128,7 +129,13 @@ class MasterServer {
 
     Error not_served() const;
     MasterLink* standby_link() const;
-    std::optional<Error> attach_standby(MasterLink& link, const std::string& name);
+    std::optional<Error> attach_standby(MasterLink& link, const std::string& name,
+                                        const std::string& address);
+    std::string own_address() const;
+    MasterList masters_now() const;
+    std::string owner_elsewhere() const;
+    void tell_masters(const MasterList& list);
+    void append_masters(std::vector<std::byte>& welcome);
     void lose_standby(const std::string& why);
     void tell_standby(uint64_t now_ms);
     void hear_standby();
@@ -180,7 +187,7 @@ class MasterServer {
     uint64_t noted_nodes_max_;
     LinkId next_link_ = 1;
     int standby_fd_ = -1;
-    std::string standby_name_;
+    std::string standby_name_, standby_address_;
     mutable Mutex owner_mutex_;
     std::string owner_ GUARDED_BY(owner_mutex_);  // that it follows
     std::string owner() const {
@@ -191,7 +198,8 @@ class MasterServer {
     std::string heir_;                      // where the standby is reached that it hands over to
     std::atomic<bool> owner_gives_{false};  // the owner knows how to hand over
     std::unordered_set<int> holding_;       // links with answers that wait for its word
-    uint64_t ticked_ms_ = 0;
+    uint64_t ticked_ms_ = 0, told_masters_ms_ = 0;
+    MasterList told_masters_{};
     uint64_t tenants_seen_ = 0;  // version of the tenants' keys by which links were looked at
 
     // How the hand-over ended that this standby asked for; nothing: it has not.
@@ -200,7 +208,7 @@ class MasterServer {
     std::optional<Status> ask_ended_ GUARDED_BY(ask_mutex_);
 
     Mutex state_mutex_;
-    MasterState state_ GUARDED_BY(state_mutex_);  // as of the last tick
+    MasterState state_ GUARDED_BY(state_mutex_);  // as of the last tick; for the listener's thread
 
     // What was noted of the members, as of that epoch.
     struct Noted {

@@ -30,6 +30,30 @@ Error MasterServer::not_served() const {
                  superseded ? "another master has taken over from this one" : standby_of(owner())};
 }
 
+// Where others reach it; empty: it does not know.
+std::string MasterServer::own_address() const {
+    return options_.advertise.empty() ? listener_->addresses().front() : options_.advertise;
+}
+
+// What nodes and clients are to know of this range's masters. The term of a standby is its owner's.
+MasterList MasterServer::masters_now() const {
+    MasterList list{.term = master_.first(), .of_owner = pair_.role() == MasterRole::kOwner};
+    if (list.of_owner) {
+        list.add(own_address(), true);
+        if (standby_fd_ >= 0) list.add(standby_address_);
+        return list;
+    }
+    list.add(owner());
+    if (pair_.role() != MasterRole::kSuperseded) list.add(own_address(), true);
+    return list;
+}
+
+// For a caller that is refused here. Any thread.
+std::string MasterServer::owner_elsewhere() const {
+    std::string address = pair_.role() == MasterRole::kOwner ? std::string() : owner();
+    return is_master_address(address) ? address : std::string();
+}
+
 // ---- The owner
 
 MasterLink* MasterServer::standby_link() const {
@@ -38,13 +62,15 @@ MasterLink* MasterServer::standby_link() const {
 }
 
 // A standby that comes again takes the place of its own former connection.
-std::optional<Error> MasterServer::attach_standby(MasterLink& link, const std::string& name) {
+std::optional<Error> MasterServer::attach_standby(MasterLink& link, const std::string& name,
+                                                  const std::string& address) {
     int fd = link.fd();
     if (standby_fd_ >= 0 && standby_fd_ != fd && standby_name_ != name) {
         return Error{Code::kUnavailable, "this master has a standby already: " + standby_name_};
     }
     if (int before = std::exchange(standby_fd_, fd); before >= 0 && before != fd) drop(before);
     standby_name_ = name;
+    standby_address_ = address;
     const bool handed_over = pair_.hands_over();  // over the former connection
     pair_.attach([&](uint8_t flags) { link.write_mirror(now_ms(), flags); });
     if (handed_over) go_on_serving();
@@ -218,7 +244,7 @@ Status MasterServer::ask_hand_over(uint32_t timeout_ms) {
     }
     MutexLock lock(ask_mutex_);
     ask_ended_.reset();
-    agent_->ask_hand_over(options_.advertise.empty() ? listener_->addresses().front() : options_.advertise);
+    agent_->ask_hand_over(own_address());
     asked_.wait_for(lock, std::chrono::milliseconds(timeout_ms),
                     [&]() REQUIRES(ask_mutex_) { return ask_ended_.has_value(); });
     if (ask_ended_) return *ask_ended_;
@@ -273,6 +299,7 @@ void MasterServer::make_agent() {
     to.token = options_.token;
     to.range = options_.range;
     to.name = options_.name.empty() ? listener_->addresses().front() : options_.name;
+    to.address = own_address();
     to.tls = options_.owner_tls;
     to.silent_ms = static_cast<int>(options_.pair.silent_ms);
     StandbyHooks hooks;

@@ -17,7 +17,8 @@ void MasterState::write(Writer& w) const {
     w.number(first);
     w.number(newest);
     w.text16(other);
-    if (!range.is_all()) write_range(w, range);
+    write_range(w, range);
+    masters.write(w);
 }
 
 MasterState MasterState::read(Reader& r) {
@@ -33,6 +34,7 @@ MasterState MasterState::read(Reader& r) {
     state.newest = r.number<Version>();
     state.other = std::string(r.text16());
     if (r.ok() && r.left() != 0) state.range = read_range(r);
+    if (r.ok() && r.left() != 0 && !state.masters.read(r)) state.masters = {};
     return state;
 }
 

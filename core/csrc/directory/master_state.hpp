@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/result.hpp"
+#include "directory/master_list.hpp"
 #include "directory/master_pair.hpp"
 #include "directory/ranges.hpp"
 #include "directory/version.hpp"
@@ -27,6 +28,7 @@ struct MasterState {
     Version newest = kNoVersion;  // that it has given, or heard of
     std::string other;            // the name of the standby; of a standby the address of its owner
     Range range{};                // of the shards
+    MasterList masters{};         // where this range's are reached, as nodes and clients are told
 
     void write(Writer& w) const;
     static MasterState read(Reader& r);  // r.ok() is false where it ends early

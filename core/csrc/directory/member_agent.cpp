@@ -26,6 +26,7 @@ namespace {
 
 constexpr uint32_t kMemberAnswerMax = 8u << 20;
 constexpr size_t kReadBytes = 65536;
+constexpr int kIdleMs = 60000;  // without a master; set_master() and stop() end it
 static_assert(kReadBytes >= kTlsRecordBytes, "a poll of the socket does not tell of the rest of a record");
 
 }  // namespace
@@ -35,6 +36,7 @@ MemberAgent::MemberAgent(MemberAgentOptions options, MemberHooks hooks, DeltaLog
       protocol_({options_.identity, options_.timeout_ms, options_.batch_ms}, std::move(hooks), log, counters_,
                 now_ms) {
     wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    master_ = options_.master;
     state_.why_not = "the node has not yet connected to the master at " + options_.master;
 }
 
@@ -86,7 +88,7 @@ void MemberAgent::set_why_not(const std::string& why) {
         is_news = std::exchange(state_.why_not, why) != why;
     }
     if (options_.journal == nullptr || stopping_ || !(was_joined || is_news)) return;
-    options_.journal->note(Level::kWarning, was_joined ? "left_master" : "not_joined", options_.master,
+    options_.journal->note(Level::kWarning, was_joined ? "left_master" : "not_joined", master(),
                            (was_joined ? "is no longer in the pool: " : "has not joined the pool: ") + why);
 }
 
@@ -94,57 +96,109 @@ void MemberAgent::set_why_not(const std::string& why) {
 void MemberAgent::note_tls_files() {
     if (options_.tls == nullptr || options_.journal == nullptr) return;
     std::string why = options_.tls->take_trouble();
-    if (!why.empty()) options_.journal->note(Level::kError, "tls_files", options_.master, std::move(why));
+    if (!why.empty()) options_.journal->note(Level::kError, "tls_files", master(), std::move(why));
+}
+
+void MemberAgent::set_master(const std::string& address) {
+    {
+        MutexLock lock(state_mutex_);
+        if (master_ == address) return;
+        master_ = address;
+        state_.joined = false;
+    }
+    wake();
 }
 
 void MemberAgent::run() {
     int backoff_ms = options_.backoff_first_ms;
+    std::string last = this->master();
     while (!stopping_) {
-        DialOptions dial_options;
-        dial_options.address = options_.master;
-        dial_options.token = options_.token;
-        dial_options.service = kServiceMember;
-        dial_options.timeout_ms = options_.timeout_ms;
-        dial_options.interface = options_.interface;
-        dial_options.given_up = &stopping_;
-        dial_options.tls = options_.tls;
-        Result<Dialed> dialed = dial_range(dial_options, options_.range);
-        note_tls_files();
-        if (dialed) {
-            Link link;
-            link.socket = {std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};
-            link.peer = dialed->peer;
-            ClosedInChildren closed_in_children(link.socket.fd);
-            uint64_t joins = counters_.joins_total;
-            Status status = live(link);
-            // A connection that joined shows that the master works: the next attempt comes soon. One that
-            // is refused at the JOIN keeps the growing pause.
-            if (counters_.joins_total != joins) backoff_ms = options_.backoff_first_ms;
-            if (!status) set_why_not(status.error().text);
-        } else {
-            counters_.connect_failures_total.fetch_add(1);
-            set_why_not(dialed.error().text);
+        const std::string master = this->master();
+        if (std::exchange(last, master) != master) {
+            protocol_.another_master();
+            elsewhere_.reset();
+            backoff_ms = options_.backoff_first_ms;
         }
-        protocol_.disconnected();
-        if (stopping_) break;
+        if (master.empty()) {
+            pause(kIdleMs);
+            continue;
+        }
+        // Two names of one master: this agent is needed when the other one's connection has ended.
+        if (elsewhere_ && options_.claims->has(*elsewhere_)) {
+            pause(options_.backoff_longest_ms);
+            continue;
+        }
+        attempt(master, backoff_ms);
+        if (is_over(master)) continue;
         auto end = Clock::now() + std::chrono::milliseconds(backoff_ms);
-        // wake() may come for other reasons as well: only the deadline or stop() ends the pause.
-        while (!stopping_ && Clock::now() < end) {
+        // wake() may come for other reasons as well: only the deadline, stop() or another master ends it.
+        while (!is_over(master) && Clock::now() < end) {
             auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count();
-            pollfd wait{wake_.get(), POLLIN, 0};
-            if (::poll(&wait, 1, static_cast<int>(left) + 1) > 0) {
-                uint64_t value;
-                (void)!::read(wake_.get(), &value, sizeof(value));
-            }
+            pause(static_cast<int>(left) + 1);
         }
         backoff_ms = std::min(backoff_ms * 2, options_.backoff_longest_ms);
     }
 }
 
-Status MemberAgent::live(Link& link) {
+// At most so long, and not after wake().
+void MemberAgent::pause(int ms) {
+    pollfd wait{wake_.get(), POLLIN, 0};
+    if (::poll(&wait, 1, ms) <= 0) return;
+    uint64_t value;
+    (void)!::read(wake_.get(), &value, sizeof(value));
+}
+
+// One connection, if it comes about, to its end.
+void MemberAgent::attempt(const std::string& master, int& backoff_ms) {
+    std::string owner;
+    DialOptions dial_options;
+    dial_options.address = master;
+    dial_options.token = options_.token;
+    dial_options.service = kServiceMember;
+    dial_options.timeout_ms = options_.timeout_ms;
+    dial_options.interface = options_.interface;
+    dial_options.given_up = &stopping_;
+    dial_options.tls = options_.tls;
+    dial_options.instead = &owner;
+    Result<Dialed> dialed = dial_range(dial_options, options_.range);
+    note_tls_files();
+    if (dialed) {
+        Link link;
+        link.socket = {std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};
+        link.peer = dialed->peer;
+        ClosedInChildren closed_in_children(link.socket.fd);
+        const std::optional<MasterList> list = masters_of(dialed->welcome);
+        if (list && options_.on_masters) options_.on_masters(*list, master);
+        if (options_.claims != nullptr && !options_.claims->take(dialed->incarnation)) {
+            elsewhere_ = dialed->incarnation;
+            return set_why_not("the node has joined the master at " + master + " by another address");
+        }
+        elsewhere_.reset();
+        uint64_t joins = counters_.joins_total;
+        Status status = live(link, master, list.has_value() && options_.on_masters);
+        if (options_.claims != nullptr) options_.claims->give_back(dialed->incarnation);
+        // A connection that joined shows that the master works: the next attempt comes soon. One that
+        // is refused at the JOIN keeps the growing pause.
+        if (counters_.joins_total != joins) backoff_ms = options_.backoff_first_ms;
+        if (!status) set_why_not(status.error().text);
+    } else {
+        counters_.connect_failures_total.fetch_add(1);
+        set_why_not(dialed.error().text);
+        if (!owner.empty() && options_.on_owner) options_.on_owner(owner);
+    }
+    protocol_.disconnected();
+}
+
+// asks_for_masters: this master knows MASTERS, and sends it whenever something of that changes.
+Status MemberAgent::live(Link& link, const std::string& master, bool asks_for_masters) {
     auto send = [&](std::span<const std::byte> frame) { return send_frame(link, frame); };
     Status status = protocol_.connected(link.peer, send);
-    while (status && !stopping_) {
+    if (status && asks_for_masters) {
+        std::vector<std::byte> question;
+        write_masters_question(question);
+        status = send_frame(link, question);
+    }
+    while (status && !is_over(master)) {
         status = protocol_.step();
         note_progress();
         if (status) status = wait(link);
@@ -201,6 +255,14 @@ Status MemberAgent::read_answers(Link& link) {
         }
         std::optional<Reader> body = link.in.body(*header);
         if (!body) break;
+        if (header->kind == Kind::kMasters && options_.on_masters) {
+            MasterList list;
+            if (!list.read(*body)) {
+                return Error{Code::kProtocol, link.peer + " names masters at addresses that are none"};
+            }
+            options_.on_masters(list, link.peer);
+            continue;
+        }
         Status status = protocol_.on_frame(*header, *body);
         note_progress();
         if (!status) return status;
@@ -223,7 +285,7 @@ void MemberAgent::note_progress() {
         }
     }
     if (has_joined && options_.journal != nullptr) {
-        options_.journal->note(Level::kInfo, "joined", options_.master,
+        options_.journal->note(Level::kInfo, "joined", master(),
                                "has joined the pool as node " + std::to_string(protocol_.id()));
     }
 }

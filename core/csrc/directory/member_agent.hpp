@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,8 @@
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
 #include "directory/delta_log.hpp"
+#include "directory/master_claims.hpp"
+#include "directory/master_list.hpp"
 #include "directory/member_protocol.hpp"
 #include "directory/ranges.hpp"
 #include "directory/types.hpp"
@@ -30,7 +33,7 @@
 namespace moonpool {
 
 struct MemberAgentOptions {
-    std::string master;  // "host:port"
+    std::string master;  // "host:port"; empty: none, until set_master()
     Range range{};       // of the shards, that the master has
     Secrets token;
     std::string interface;
@@ -41,6 +44,11 @@ struct MemberAgentOptions {
     int backoff_longest_ms = 500;
     std::shared_ptr<Journal> journal;  // of joins and of what keeps it from them; null: none
     int batch_ms = 5;                  // changes wait so long for others to go with them, or longer
+    // On the agent's thread: what a master that has proved the token says of where the masters are, and
+    // which owner one that refused the node has named. Null: none hears it.
+    std::function<void(const MasterList&, const std::string& at)> on_masters = nullptr;
+    std::function<void(const std::string& owner)> on_owner = nullptr;
+    std::shared_ptr<MasterClaims> claims = nullptr;  // of all agents of a node; null: this is the only one
 };
 
 class MemberAgent {
@@ -54,6 +62,12 @@ class MemberAgent {
     // The next stop() sends no LEAVE, as another process goes on in the node's place. At once, on any thread.
     void abandon();
     void wake();  // the log has rows: any thread, never blocks
+    // Leaves its master and joins that one; empty: none. Any thread, never blocks.
+    void set_master(const std::string& address);
+    std::string master() const {
+        MutexLock lock(state_mutex_);
+        return master_;
+    }
 
     struct State {
         bool joined = false;       // and its inventory is told
@@ -74,12 +88,15 @@ class MemberAgent {
     // One connection, from JOIN to its end.
     struct Link {
         ControlSocket socket;
-        std::string peer;
+        std::string peer;  // the address, as it was dialed
         FrameReader in;
     };
 
     void run();
-    Status live(Link& link);
+    void attempt(const std::string& master, int& backoff_ms);
+    void pause(int ms);
+    bool is_over(const std::string& master) const { return stopping_ || this->master() != master; }
+    Status live(Link& link, const std::string& master, bool asks_for_masters);
     Status wait(Link& link);
     Status read_answers(Link& link);
     Status send_frame(Link& link, std::span<const std::byte> frame);
@@ -94,9 +111,11 @@ class MemberAgent {
     std::atomic<bool> leaves_{true};     // at the end of the connection
     ServiceThread thread_;
 
-    MemberProtocol protocol_;  // of the thread
+    MemberProtocol protocol_;               // of the thread
+    std::optional<Incarnation> elsewhere_;  // the master that another agent has joined; of the thread
 
     mutable Mutex state_mutex_;
+    std::string master_ GUARDED_BY(state_mutex_);
     State state_ GUARDED_BY(state_mutex_);
     Clock::time_point answered_at_ GUARDED_BY(state_mutex_){};
     uint64_t answers_ GUARDED_BY(state_mutex_) = 0;

@@ -89,6 +89,8 @@ class MemberProtocol {
     // Best effort: a master that takes no bytes now suspects the node, and gives it up later.
     void leave();
 
+    void another_master() { has_joined_ = false; }  // the next connection is to one
+
     bool told() const { return told_; }            // joined, and its inventory is told over this connection
     NodeId id() const { return id_; }              // of its last incarnation
     uint64_t epoch() const { return epoch_; }      // of the membership, as of the last answer
@@ -149,7 +151,7 @@ class MemberProtocol {
     Version rows_applied_ = kNoVersion;  // when rows were last taken from the log
     bool rows_lost_ = false;             // that were in it when the connection broke
     NodeId id_ = kNoNode;
-    bool has_joined_ = false;  // since this process began
+    bool has_joined_ = false;  // this master, since this process began
     uint64_t epoch_ = 0, answers_ = 0;
 };
 

@@ -4,12 +4,14 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/result.hpp"
+#include "directory/master_list.hpp"
 #include "directory/ranges.hpp"
 #include "wire/dial.hpp"
 #include "wire/frame.hpp"
@@ -33,6 +35,7 @@ inline std::optional<Range> relayed_range(std::string_view service, std::string_
     return range;
 }
 
+inline constexpr std::ptrdiff_t kRangeBytes = 4;
 inline void write_range(Writer& w, const Range& range) {
     w.number(static_cast<uint16_t>(range.index));
     w.number(static_cast<uint16_t>(range.count));
@@ -60,17 +63,32 @@ inline Error wrong_range(const std::string& peer, const Range& has, const Range&
                                              "order and number of the ranges in cluster.master"};
 }
 
-// With `to`, but for the service, which is that of a pool of one range.
+// With `to`, but for the service, which is that of a pool of one range. What is left of the WELCOME is empty,
+// of a master of the release before, or a MasterList (masters_of).
 inline Result<Dialed> dial_range(DialOptions to, const Range& expected) {
-    if (expected.is_all()) return dial(to);
-    to.service = service_of_ranges(to.service);
+    if (!expected.is_all()) to.service = service_of_ranges(to.service);
     Result<Dialed> dialed = dial(to);
     if (!dialed) return dialed;
-    Reader welcome(dialed->welcome);
-    Range has = read_range(welcome);
-    if (!welcome.ok()) return Error{Code::kProtocol, to.address + " does not say which range it has"};
-    if (has != expected) return wrong_range(to.address, has, expected);
+    std::vector<std::byte>& rest = dialed->welcome;
+    if (!expected.is_all()) {
+        Reader welcome(rest);
+        Range has = read_range(welcome);
+        if (!welcome.ok()) return Error{Code::kProtocol, to.address + " does not say which range it has"};
+        if (has != expected) return wrong_range(to.address, has, expected);
+        rest.erase(rest.begin(), rest.begin() + kRangeBytes);
+    }
+    Reader list(rest);
+    if (!rest.empty() && !MasterList().read(list)) {
+        return Error{Code::kProtocol, to.address + " names masters at addresses that are none"};
+    }
     return dialed;
+}
+
+inline std::optional<MasterList> masters_of(std::span<const std::byte> welcome) {
+    MasterList list;
+    Reader r(welcome);
+    if (welcome.empty() || !list.read(r)) return std::nullopt;
+    return list;
 }
 
 }  // namespace moonpool

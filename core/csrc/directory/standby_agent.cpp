@@ -74,7 +74,9 @@ Status StandbyAgent::follow_one(const std::string& owner) {
         if (!hooks_.begin()) return Error{Code::kTimeout, "this master's loop did not answer in time"};
         std::vector<std::byte> out;
         size_t hello = begin_frame(out, Kind::kMirror, kFlagOneWay, 0);
-        Writer(out).text16(options_.name);
+        Writer w(out);
+        w.text16(options_.name);
+        w.text16(options_.address);
         finish_frame(out, hello);
         if (Status sent = send(socket, out); !sent) return sent;
         std::vector<std::byte> body;

@@ -23,6 +23,7 @@ struct StandbyAgentOptions {
     Secrets token;
     Range range{};                         // of the shards, that both have
     std::string name;                      // by which its owner tells it from other standbys
+    std::string address;                   // host:port at which nodes and clients reach it
     std::shared_ptr<const TlsClient> tls;  // null: plain
     int silent_ms = 1000;
     int pause_ms = 100;  // between two attempts

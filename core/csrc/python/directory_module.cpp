@@ -357,6 +357,13 @@ void bind_master_state(py::module_& m) {
         .def_readonly("other", &MasterState::other,
                       "The name of an owner's standby; of a standby the address of its owner.")
         .def_property_readonly(
+            "masters", [](const MasterState& s) { return s.masters.addresses; },
+            "host:port of its range's masters, as it tells nodes and clients; empty: it is of the release "
+            "before.")
+        .def_property_readonly(
+            "own_address", [](const MasterState& s) { return s.masters.own_address(); },
+            "Which of them is its own; empty: it does not know.")
+        .def_property_readonly(
             "lag_s", [](const MasterState& s) { return static_cast<double>(s.lag_ms) / 1000; },
             "For how long the standby has owed its word, s.");
     m.def("master_state", &master_state, py::arg("address"), py::arg("token"), py::kw_only(),
@@ -380,7 +387,7 @@ void bind_directory(py::module_& m) {
             "settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: "
             "follow() or take_over() says what it is; until then it serves none. name: by which an owner "
             "tells its standbys apart. range: (index, count) of the shards that it has. advertise: host:port "
-            "by which other masters reach it; empty: as it listens.")
+            "by which others reach it; empty: as it listens.")
         .def_property_readonly("role", &PyMasterServer::role, "owner, standby, acting or superseded.")
         .def("standby", &PyMasterServer::standby,
              "(address, attached, whole, lag in s) of an owner's standby; of a standby, of itself and its "

@@ -293,8 +293,8 @@ py::tuple PyServer::holdings(uint64_t cursor) {
 
 py::list PyServer::settled() const {
     py::list out;
-    for (const auto& [range, joined, beats] : server_->settled()) {
-        out.append(py::make_tuple(range, joined, beats));
+    for (const auto& [id, range, joined, beats] : server_->settled()) {
+        out.append(py::make_tuple(id, range, joined, beats));
     }
     return out;
 }
@@ -415,10 +415,10 @@ void bind_server(py::module_& m) {
         .def("holdings", &PyServer::holdings, py::arg("cursor"),
              "(next cursor, 0 behind the last; the objects in memory, in rows of 40 bytes: pool, slot, "
              "generation, bytes, last use, space)")
-        .def("settled", &PyServer::settled,
-             "Of each master (its range, whether the node has joined it, beats that were sent when it had "
-             "been "
-             "told all and whose answers are carried out).")
+        .def(
+            "settled", &PyServer::settled,
+            "Of each master (a number that stays, its range, whether the node has joined it, beats that were "
+            "sent when it had been told all and whose answers are carried out); more may come.")
         .def("hold", &PyServer::hold, py::arg("rows"), py::keep_alive<0, 1>(),
              "Keeps the bytes of those that are still there, of one pool and space, until it is dropped.")
         .def("check_integrity", &PyServer::check_integrity, "Recounts every table; for tests.");

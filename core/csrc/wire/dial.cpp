@@ -14,6 +14,8 @@
 
 #include <cerrno>
 #include <cstring>
+#include <functional>
+#include <span>
 
 #include "base/hmac.hpp"
 #include "wire/address.hpp"
@@ -31,6 +33,19 @@ Error refused_by(const DialOptions& options, Reader& body) {
     Error error = read_error(body);
     error.text = options.address + ": " + error.text;
     return error;
+}
+
+// Behind code and text of a refusal: text16 address, 32 proof. None of it is believed without the proof, as
+// the caller would show itself wherever it is told to.
+void read_instead(const DialOptions& options, Reader& body,
+                  const std::function<Mac(std::string_view)>& proof) {
+    if (options.instead == nullptr || body.left() == 0) return;
+    const std::string_view address = body.text16();
+    const std::string_view given = body.bytes(sizeof(Mac));
+    if (!body.ok()) return;
+    const Mac expected = proof(address);
+    const std::span bytes(reinterpret_cast<const uint8_t*>(given.data()), given.size());
+    if (equal_constant_time(expected, bytes)) *options.instead = std::string(address);
 }
 
 class Handshake {
@@ -176,6 +191,13 @@ std::string mac_tenant(std::string_view tenant, std::string_view service) {
     return text;
 }
 
+std::string mac_instead(std::string_view covered, std::string_view address) {
+    std::string text(covered);
+    text.push_back('\0');
+    text.append("instead ").append(address);
+    return text;
+}
+
 // For the calls after the handshake, which block in send and receive.
 void set_socket_timeouts(int fd, int timeout_ms) {
     timeval tv{timeout_ms / 1000, (timeout_ms % 1000) * 1000};
@@ -237,7 +259,14 @@ Result<Dialed> dial_with(const std::string& secret, const DialOptions& options) 
 
     if (Status status = handshake.receive(header, body, kWelcomeBytesMax); !status) return status.error();
     Reader welcome(body);
-    if (header.kind == Kind::kError) return refused_by(options, welcome);
+    if (header.kind == Kind::kError) {
+        Error why = refused_by(options, welcome);
+        read_instead(options, welcome, [&](std::string_view address) {
+            return handshake_mac(Role::kNode, secret, node_nonce, client_nonce, dialed.incarnation,
+                                 mac_instead(covered, address));
+        });
+        return why;
+    }
     std::string_view proof = welcome.bytes(sizeof(Mac));
     if (header.kind != Kind::kWelcome || !welcome.ok()) {
         return Error{Code::kProtocol, options.address + " does not speak the protocol of Moonpool"};

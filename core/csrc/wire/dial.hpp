@@ -39,6 +39,7 @@ struct DialOptions {
     std::function<Result<Fd>()> connect = nullptr;
     std::vector<Fd>* fds = nullptr;  // receives those that come with the WELCOME, on a Unix socket
     bool* refused = nullptr;         // set where the other side answered, and by an ERROR
+    std::string* instead = nullptr;  // receives host:port that such an ERROR names, with a proof
 };
 
 struct Dialed {
@@ -53,6 +54,9 @@ Result<Dialed> dial(const DialOptions& options);
 
 // The tenant as the macs of a TCP handshake cover it.
 std::string mac_tenant(std::string_view tenant, std::string_view service);
+
+// What the proof of a refusal covers: the other side knows the secret, and has named that address.
+std::string mac_instead(std::string_view covered, std::string_view address);
 
 void set_socket_timeouts(int fd, int timeout_ms);
 

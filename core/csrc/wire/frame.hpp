@@ -60,6 +60,7 @@ enum class Kind : uint8_t {
     kMirror = 42,    // master -> its standby, one-way: the order of removals; first: standby -> master
     kMirrored = 43,  // standby -> master, one-way: it has heard that
     kHandOver = 44,  // standby -> master, one-way: it asks to be the owner; and back: why not
+    kMasters = 45,   // caller -> master, one-way: it takes these; and back: where the masters are
 
     // 48..63: the transfer engine (docs/wire_engine.md)
     kEngineHello = 48,     // initiator -> target, the first frame of a connection

@@ -346,7 +346,19 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
     }
     Result<std::vector<std::byte>> welcome =
         access.is_cluster ? it->second.welcome(tenant) : it->second.welcome_tenant(tenant, access);
-    if (!welcome) return refuse(pending, welcome.error().code, welcome.error().text);
+    if (!welcome) {
+        const bool unavailable = welcome.error().code == Code::kUnavailable;
+        const std::string instead = unavailable && it->second.instead ? it->second.instead() : "";
+        std::vector<std::byte> behind;
+        if (!instead.empty()) {
+            const Mac mac = handshake_mac(Role::kNode, proved->secret, pending.nonce, client_nonce,
+                                          options_.incarnation, mac_instead(covered, instead));
+            Writer w(behind);
+            w.text16(instead);
+            w.bytes(mac.data(), mac.size());
+        }
+        return refuse(pending, welcome.error().code, welcome.error().text, "", behind);
+    }
     Mac proof = handshake_mac(Role::kNode, proved->secret, pending.nonce, client_nonce, options_.incarnation,
                               covered);
     std::vector<std::byte> frame;
@@ -365,12 +377,18 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
 // The reason is counted, noted for the operator with the peer's address, and sent to the caller, who may be
 // a misconfigured process of this cluster.
 bool Listener::refuse(PendingConnection& pending, Code code, const std::string& text,
-                      const std::string& noted) {
+                      const std::string& noted, std::span<const std::byte> behind) {
     bool is_auth = code == Code::kAuth;
     (is_auth ? counters_.auth_failures_total : counters_.protocol_errors_total).fetch_add(1);
     note(Level::kWarning, is_auth ? "auth_refused" : "protocol_refused", pending,
          noted.empty() ? text : noted);
-    send_error(pending.fd.get(), code, text, pending.tls.get());
+    std::vector<std::byte> frame;
+    size_t at = begin_frame(frame, Kind::kError, 0, 0);
+    Writer w(frame);
+    write_error_body(w, code, text);
+    w.bytes(behind.data(), behind.size());
+    finish_frame(frame, at);
+    (void)send_now(pending.fd.get(), pending.tls.get(), frame);
     return hang_up(pending);
 }
 

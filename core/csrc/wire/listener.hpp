@@ -14,6 +14,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -50,6 +51,9 @@ struct Service {
     // The same of a caller that proved a key of the tenant; null: such a key does not open this service.
     std::function<Result<std::vector<std::byte>>(std::string_view tenant, const Access&)> welcome_tenant =
         nullptr;
+    // host:port of the process that serves in this one's place; a refusal (kUnavailable) names it. Empty, or
+    // null: none is known.
+    std::function<std::string()> instead = nullptr;
 };
 
 struct ListenerOptions {
@@ -146,8 +150,8 @@ class Listener {
     bool challenge(PendingConnection& pending);
     bool on_readable(PendingConnection& pending);
     bool on_auth(PendingConnection& pending, const FrameHeader& header, Reader body);
-    bool refuse(PendingConnection& pending, Code code, const std::string& text,
-                const std::string& noted = {});
+    bool refuse(PendingConnection& pending, Code code, const std::string& text, const std::string& noted = {},
+                std::span<const std::byte> behind = {});
     bool refuse_plain(PendingConnection& pending);
     bool hang_up(PendingConnection& pending);
     void note(Level level, const char* kind, const PendingConnection& pending, const std::string& text);

@@ -13,10 +13,10 @@ namespace {
 constexpr size_t kLogRowsMax = 1u << 18;  // 6 MiB; beyond it the master is told everything anew
 constexpr size_t kRemovalsPerFrame = 4096;
 
-MemberAgentOptions agent_options(const ClusterOptions& options, std::string master, const Secrets& token,
+MemberAgentOptions agent_options(const ClusterOptions& options, const Secrets& token,
                                  const std::string& socket_path, const Incarnation& incarnation) {
     MemberAgentOptions agent;
-    agent.master = std::move(master);
+    agent.claims = std::make_shared<MasterClaims>();
     agent.token = token;
     agent.interface = options.interface;
     agent.tls = options.tls;
@@ -29,8 +29,11 @@ MemberAgentOptions agent_options(const ClusterOptions& options, std::string mast
 
 }  // namespace
 
-NodeMember::ToMaster::ToMaster(const MemberAgentOptions& options, MemberHooks hooks, DeltaLog* next)
-    : range(options.range),
+NodeMember::ToMaster::ToMaster(const MemberAgentOptions& options, MemberHooks hooks, DeltaLog* next,
+                               bool learned, size_t id)
+    : id(static_cast<uint32_t>(id)),
+      range(options.range),
+      learned(learned),
       log(
           kLogRowsMax, [this] { agent.wake(); }, next, range),
       agent(options, std::move(hooks), log) {}
@@ -43,19 +46,21 @@ NodeMember::NodeMember(const ClusterOptions& options, const Secrets& token, cons
       removals_(removals),
       holdings_(pools, ssd, removals),
       run_on_loop_(std::move(run_on_loop)),
-      stands_still_(std::move(stands_still)) {
+      stands_still_(std::move(stands_still)),
+      agents_(agent_options(options, token, socket_path, incarnation)) {
     std::vector<std::string> ranges = split_ranges(options.master);
     const auto count = static_cast<uint32_t>(ranges.size());
     DeltaLog* next = nullptr;
     for (uint32_t index = count; index-- > 0;) {  // from the last, which has no next one
         std::vector<std::string> masters = split_addresses(ranges[index]);
         for (size_t i = masters.size(); i-- > 0;) {
-            MemberAgentOptions agent = agent_options(options, masters[i], token, socket_path, incarnation);
-            agent.range = Range{index, count};
-            auto to = std::make_unique<ToMaster>(agent, hooks(agent.range), next);
+            MemberAgentOptions agent = agent_of(masters[i], Range{index, count});
+            auto to = std::make_unique<ToMaster>(agent, hooks(agent.range), next, false, masters_.size());
             next = &to->log;
+            if (last_ == nullptr) last_ = next;
             masters_.insert(masters_.begin(), std::move(to));
         }
+        known_.emplace(known_.begin(), std::move(masters));
     }
     for (auto& [tenant, pool] : pools_) pool->table().set_delta_log(next);
     if (ssd_ != nullptr) ssd_->set_delta_log(next);
@@ -81,28 +86,101 @@ MemberHooks NodeMember::hooks(const Range& range) {
             [this] { return ssd_ != nullptr; }};
 }
 
+MemberAgentOptions NodeMember::agent_of(std::string master, const Range& range) {
+    MemberAgentOptions agent = agents_;
+    agent.master = std::move(master);
+    agent.range = range;
+    agent.on_masters = [this, range](const MasterList& list, const std::string& at) {
+        hear(range, [&](KnownMasters& known) { return known.hear(list, at); });
+    };
+    agent.on_owner = [this, range](const std::string& owner) {
+        hear(range, [&owner](KnownMasters& known) { return known.hear_of(owner); });
+    };
+    return agent;
+}
+
+// On an agent's thread.
+void NodeMember::hear(const Range& range, const std::function<bool(KnownMasters&)>& what) {
+    MutexLock lock(masters_mutex_);
+    KnownMasters& known = known_[range.index];
+    if (running_ && what(known)) follow(range, known.learned());
+}
+
+// An agent for each of these; the others that were made for such addresses wait.
+void NodeMember::follow(const Range& range, const std::vector<std::string>& learned) {
+    std::vector<std::string> fresh = learned;
+    std::vector<ToMaster*> idle;
+    size_t behind = 0;  // of the range
+    for (size_t i = 0; i < masters_.size(); ++i) {
+        ToMaster& to = *masters_[i];
+        if (to.range.index != range.index) continue;
+        behind = i + 1;
+        if (to.learned && std::erase(fresh, to.agent.master()) == 0) idle.push_back(&to);
+    }
+    for (const std::string& address : fresh) {
+        if (agents_.journal != nullptr) {
+            agents_.journal->note(Level::kInfo, "master_learned", address, "a master names this one, too");
+        }
+        if (!idle.empty()) {
+            idle.back()->agent.set_master(address);
+            idle.pop_back();
+            continue;
+        }
+        auto to = std::make_unique<ToMaster>(agent_of(address, range), hooks(range), nullptr, true,
+                                             masters_.size());
+        if (!to->agent.start()) return;  // no thread is left; the next list tries again
+        last_->append(to->log);
+        last_ = &to->log;
+        masters_.insert(masters_.begin() + static_cast<std::ptrdiff_t>(behind++), std::move(to));
+    }
+    for (ToMaster* to : idle) to->agent.set_master("");
+}
+
+std::string NodeMember::masters() const {
+    std::string list;
+    MutexLock lock(masters_mutex_);
+    for (const KnownMasters& known : known_) list += (list.empty() ? "" : ";") + known.text();
+    return list;
+}
+
+std::vector<NodeMember::ToMaster*> NodeMember::all() const {
+    std::vector<ToMaster*> list;
+    MutexLock lock(masters_mutex_);
+    for (const auto& to : masters_) list.push_back(to.get());
+    return list;
+}
+
 Status NodeMember::start() {
-    for (auto& to : masters_) {
+    {
+        MutexLock lock(masters_mutex_);
+        running_ = true;
+    }
+    for (ToMaster* to : all()) {
         if (Status status = to->agent.start(); !status) return status;
     }
     return success();
 }
 
 void NodeMember::stop() {
-    for (auto& to : masters_) to->agent.stop();
+    {
+        MutexLock lock(masters_mutex_);
+        running_ = false;  // none is made any more
+    }
+    for (ToMaster* to : all()) to->agent.stop();
 }
 
 void NodeMember::abandon() {
-    for (auto& to : masters_) to->agent.abandon();
+    for (ToMaster* to : all()) to->agent.abandon();
 }
 
 MemberAgent::State NodeMember::state() const {
     std::optional<MemberAgent::State> first;
-    for (size_t i = 0; i < masters_.size();) {
-        const uint32_t range = masters_[i]->range.index;
+    const std::vector<ToMaster*> masters = all();
+    for (size_t i = 0; i < masters.size();) {
+        const uint32_t range = masters[i]->range.index;
         std::optional<MemberAgent::State> of_range;
-        for (; i < masters_.size() && masters_[i]->range.index == range; ++i) {
-            MemberAgent::State state = masters_[i]->agent.state();
+        for (; i < masters.size() && masters[i]->range.index == range; ++i) {
+            MemberAgent::State state = masters[i]->agent.state();
             if (!of_range || (state.joined && !of_range->joined)) of_range = std::move(state);
         }
         if (!of_range->joined) return *of_range;
@@ -112,12 +190,13 @@ MemberAgent::State NodeMember::state() const {
 }
 
 std::vector<NodeMember::Settled> NodeMember::settled() {
-    std::vector<Settled> all;
-    for (const auto& to : masters_) {
+    std::vector<Settled> rows;
+    for (ToMaster* to : all()) {
         to->agent.settle_soon();
-        all.push_back({to->range.index, to->agent.state().joined, to->agent.counters().settled_total.load()});
+        rows.push_back(
+            {to->id, to->range.index, to->agent.state().joined, to->agent.counters().settled_total.load()});
     }
-    return all;
+    return rows;
 }
 
 // What a piece fills in is shared with it: it may run after its caller has given up.
@@ -222,20 +301,23 @@ bool NodeMember::drop_all_of_ssd(Version before, const Range& range) {
 
 std::vector<std::pair<std::string, uint64_t>> NodeMember::gauges() const {
     MemberAgent::State state = this->state();
-    uint64_t joined = 0, waiting = 0, overflows = 0;
-    for (const auto& to : masters_) {
+    uint64_t joined = 0, waiting = 0, overflows = 0, learned = 0;
+    const std::vector<ToMaster*> masters = all();
+    for (const ToMaster* to : masters) {
+        learned += to->learned && !to->agent.master().empty();
         joined += to->agent.state().joined;
         waiting = std::max<uint64_t>(waiting, to->log.size());
         overflows += to->log.overflows();
     }
     auto sum = [&](auto counter) {
         uint64_t of_all = 0;
-        for (const auto& to : masters_) of_all += to->agent.counters().*counter;
+        for (const ToMaster* to : masters) of_all += to->agent.counters().*counter;
         return of_all;
     };
     return {
         {"master_joined", state.joined ? 1 : 0},
         {"masters_joined", joined},
+        {"masters_learned", learned},
         {"master_silent_ms", state.answered_ms},
         {"master_joins_total", sum(&MemberCounters::joins_total)},
         {"master_connect_failures_total", sum(&MemberCounters::connect_failures_total)},

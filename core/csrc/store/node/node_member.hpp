@@ -1,5 +1,8 @@
 // NodeMember: a node's place in a pool of many: for each master a log of what changes in its tables, and an
 // agent that tells it. What they look at or drop they do on the store's loop, a piece at a time.
+//
+// The masters are those of ClusterOptions::master and those that one of them names (KnownMasters). An agent
+// that is made for such an address stays; when that is forgotten it waits for another one.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +16,7 @@
 
 #include "base/mutex.hpp"
 #include "directory/delta_log.hpp"
+#include "directory/known_masters.hpp"
 #include "directory/member_agent.hpp"
 #include "store/node/holdings.hpp"
 #include "store/node/pool.hpp"
@@ -61,14 +65,18 @@ class NodeMember {
     // first range without a master that it has joined, if there is such a one.
     MemberAgent::State state() const;
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
-    // Of each master, those of one range behind each other: its range, whether the node has joined it, and
-    // MemberCounters::settled_total, which moves with the next beats.
+    // Of each master, those of one range behind each other: a number by which it is known again, as more may
+    // come, its range, whether the node has joined it, and MemberCounters::settled_total, which moves with
+    // the next beats.
     struct Settled {
+        uint32_t id;
         uint32_t range;
         bool joined;
         uint64_t beats;
     };
     std::vector<Settled> settled();
+    // Of all ranges, with those that were learned, as in ClusterOptions::master. Any thread, never waits.
+    std::string masters() const;
     // What the master of a range asks for; on any thread but the loop's. False when it was not done in time.
     bool drop(const Drops& drops, const Range& range = {});
 
@@ -92,14 +100,28 @@ class NodeMember {
     std::function<bool()> stands_still_;
     Mutex load_mutex_;
     std::optional<NodeLoad> last_load_ GUARDED_BY(load_mutex_);
-    // The tables push to the first one's log, each log to the next one's.
+    // The tables push to the first one's log, each log to the next one's; those that are made later come
+    // last.
     struct ToMaster {
-        ToMaster(const MemberAgentOptions& options, MemberHooks hooks, DeltaLog* next);
+        ToMaster(const MemberAgentOptions& options, MemberHooks hooks, DeltaLog* next, bool learned,
+                 size_t id);
+        const uint32_t id;
         const Range range;
+        const bool learned;
         DeltaLog log;
         MemberAgent agent;
     };
-    std::vector<std::unique_ptr<ToMaster>> masters_;
+    void hear(const Range& range, const std::function<bool(KnownMasters&)>& what);
+    void follow(const Range& range, const std::vector<std::string>& learned) REQUIRES(masters_mutex_);
+    MemberAgentOptions agent_of(std::string master, const Range& range);
+    std::vector<ToMaster*> all() const;  // those of one range behind each other
+
+    const MemberAgentOptions agents_;  // what all of them have
+    mutable Mutex masters_mutex_;      // held for moments: no agent is waited for
+    bool running_ GUARDED_BY(masters_mutex_) = false;
+    DeltaLog* last_ GUARDED_BY(masters_mutex_) = nullptr;
+    std::vector<KnownMasters> known_ GUARDED_BY(masters_mutex_);  // of each range
+    std::vector<std::unique_ptr<ToMaster>> masters_ GUARDED_BY(masters_mutex_);
 };
 
 }  // namespace moonpool

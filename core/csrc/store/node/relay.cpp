@@ -72,6 +72,7 @@ class RelayClient final : public EventHandler {
     // Each of these may end the connection.
     void welcome();
     void answer(Kind kind, uint64_t request_id, Reader body);
+    void tell_masters(const MasterList& list);  // where it asked for it
     void refuse(const Error& why, uint64_t request_id);
     void fail(const Error& why);
 
@@ -94,7 +95,7 @@ class RelayClient final : public EventHandler {
     const uint64_t auth_id_;
     FrameReader in_;
     Outgoing out_;
-    bool welcomed_ = false;
+    bool welcomed_ = false, takes_masters_ = false;
     const uint64_t begun_ms_ = now_ms();
     FramePace pace_;
     uint32_t events_ = EPOLLIN;
@@ -117,6 +118,7 @@ class RelayLink final : public EventHandler, public std::enable_shared_from_this
     // Nothing: the question is on its way.
     std::optional<Error> ask(const RelayTable::Asked& asked, uint32_t wait_ms, Reader body);
     void end(RelayTable::ClientId client) { table_.end(client); }
+    const MasterList& masters() const { return masters_; }
     bool is_first() const { return state_ == State::kFirst; }
     Error why_not() const;
 
@@ -124,6 +126,7 @@ class RelayLink final : public EventHandler, public std::enable_shared_from_this
     enum class State { kFirst, kUp, kDown };
     void dialed(Result<Dialed>& dialed);
     void lost(const Error& why);
+    void hear(const MasterList& list);
     bool read();
     bool on_frame(const FrameHeader& header, Reader body);
     bool flush();
@@ -158,6 +161,7 @@ class RelayLink final : public EventHandler, public std::enable_shared_from_this
     std::vector<uint64_t> waiting_, told_;     // numbers in table_: of the next question, of that under way
     std::optional<uint64_t> refresh_;          // the number of the question under way
 
+    MasterList masters_{};  // as the master said last; processes hear it, too
     RelayDialer dialer_;
 };
 
@@ -216,6 +220,11 @@ bool RelayClient::parse() {
 }
 
 bool RelayClient::on_frame(const FrameHeader& header, Reader body) {
+    if (welcomed_ && header.kind == Kind::kMasters) {
+        takes_masters_ = true;
+        write_masters_frame(out_.bytes, link_->masters());
+        return true;
+    }
     RelayHead head = RelayHead::read(body);
     if (!welcomed_ || header.kind != Kind::kRelay || !body.ok() || !fits_question(head.kind, body)) {
         return last_words({Code::kProtocol, "a frame is no question to a master; the connection is closed"});
@@ -244,6 +253,7 @@ void RelayClient::welcome() {
     Writer w(frame);
     w.bytes(proof_.data(), proof_.size());
     w.number(members.valid() ? life : 0);
+    link_->masters().write(w);
     finish_frame(frame, at);
     iovec part{frame.data(), frame.size()};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -267,6 +277,12 @@ void RelayClient::welcome() {
 
 void RelayClient::answer(Kind kind, uint64_t request_id, Reader body) {
     write_relayed(out_.bytes, kind, kFlagAnswer, request_id, body);
+    if (!flush() || out_.waiting() > kRelayBacklogMax) relay_.drop(id_);
+}
+
+void RelayClient::tell_masters(const MasterList& list) {
+    if (!takes_masters_) return;
+    write_masters_frame(out_.bytes, list);
     if (!flush() || out_.waiting() > kRelayBacklogMax) relay_.drop(id_);
 }
 
@@ -366,8 +382,14 @@ void RelayLink::dialed(Result<Dialed>& dialed) {
         out_ = {};
         events_ = EPOLLIN;
         heard_ms_ = now_ms();
+        std::optional<MasterList> masters = masters_of(dialed->welcome);
+        if (masters) hear(*masters);
         if (relay_.loop_->add(socket_.fd.get(), events_, shared_from_this())) {
             state_ = State::kUp;
+            if (masters) {
+                write_masters_question(out_.bytes);
+                (void)flush();
+            }
             ++life_;
             members_.connected();
             relay_.counters_.connected.fetch_add(1);
@@ -384,6 +406,13 @@ void RelayLink::dialed(Result<Dialed>& dialed) {
     }
     state_ = State::kDown;
     for_each_client([&](RelayClient& client) { client.fail(why_not()); });
+}
+
+// Which of them is the sender's own says nothing to a process, which has not dialed it.
+void RelayLink::hear(const MasterList& list) {
+    masters_ = list;
+    masters_.own = 0;
+    for_each_client([this](RelayClient& client) { client.tell_masters(masters_); });
 }
 
 // All processes lose their connection with it: the next master may count its epochs anew.
@@ -480,6 +509,16 @@ bool RelayLink::on_frame(const FrameHeader& header, Reader body) {
     if (header.kind == Kind::kError && header.request_id == 0) {
         lost(read_error(body));
         return false;
+    }
+    if (header.kind == Kind::kMasters) {
+        MasterList list;
+        if (!list.read(body)) {
+            lost({Code::kProtocol, peer_ + " names masters at addresses that are none"});
+            return false;
+        }
+        dialer_.hear(list);
+        hear(list);
+        return true;
     }
     if (refresh_ && header.request_id == *refresh_) return on_members(header, body);
     std::optional<RelayTable::Answered> answered = table_.answered(header.request_id);

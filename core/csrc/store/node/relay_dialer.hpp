@@ -50,6 +50,9 @@ class RelayDialer {
         return success();
     }
 
+    // Of the master that was dialed last. Any thread.
+    void hear(const MasterList& list) { addresses_.hear(list); }
+
     void stop() {
         given_up_ = true;
         // In a child of fork() the mutex may be held for ever, and destroying the condition variable waits.

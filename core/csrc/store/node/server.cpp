@@ -259,7 +259,7 @@ void Server::write_welcome(Writer& w, Pool& pool, const Access& access) const {
     w.text16(options_.cluster.name);
     w.text16(options_.cluster.host_id);
     w.text16(options_.cluster.address);
-    w.text16(options_.cluster.master);
+    w.text16(member_ != nullptr ? member_->masters() : options_.cluster.master);
     w.number(kFeatures | (may_relay() ? kFeatureRelay : 0) | (access.may_write() ? 0 : kFeatureReadOnly) |
              (access.is_cluster ? 0 : kFeatureTenantKey));
     w.number(options_.cluster.clients_timeout_ms);

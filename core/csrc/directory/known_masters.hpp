@@ -1,0 +1,87 @@
+// KnownMasters: the addresses at which a process looks for the masters of one range: those that were
+// configured, always, and those that masters have told it since. Pure.
+//
+// An owner's list of a later term is the whole truth: what was learned and it does not name is forgotten. Of
+// the same term an address is only added, as the standby that an owner has just lost may be the next owner.
+// What a master that was reached at a configured address calls itself is another name of that one, and not
+// learned.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "directory/master_list.hpp"
+
+namespace moonpool {
+
+class KnownMasters {
+   public:
+    explicit KnownMasters(std::vector<std::string> configured) : configured_(std::move(configured)) {}
+
+    // at: where the master that says it was reached. True: learned() has changed.
+    bool hear(const MasterList& list, const std::string& at = "") {
+        const std::vector<std::string> before = learned_;
+        if (list.own != 0) note_name(at, list.own_address());
+        if (list.term < term_) return learned_ != before;
+        if (list.of_owner && list.term > term_) {
+            term_ = list.term;
+            std::erase_if(learned_, [&](const std::string& one) { return !has(list.addresses, one); });
+        }
+        for (const std::string& address : list.addresses) add(address, list.addresses);
+        return learned_ != before;
+    }
+
+    // A master that does not serve names the one that does. True: as above.
+    bool hear_of(const std::string& owner) {
+        return is_master_address(owner) && !knows(owner) && add(owner, {owner});
+    }
+
+    bool knows(const std::string& address) const {
+        return has(configured_, address) || has(learned_, address) || has(names_, address);
+    }
+    const std::vector<std::string>& learned() const { return learned_; }
+    size_t size() const { return configured_.size() + learned_.size(); }
+    std::vector<std::string> all() const {
+        std::vector<std::string> both = configured_;
+        both.insert(both.end(), learned_.begin(), learned_.end());
+        return both;
+    }
+    // As in cluster.master.
+    std::string text() const {
+        std::string list;
+        for (const std::string& one : all()) list += (list.empty() ? "" : ",") + one;
+        return list;
+    }
+
+   private:
+    void note_name(const std::string& at, const std::string& name) {
+        auto place = std::ranges::find(configured_, at);
+        if (place == configured_.end() || has(configured_, name)) return;
+        names_.resize(configured_.size());
+        names_[static_cast<size_t>(place - configured_.begin())] = name;
+        std::erase(learned_, name);
+    }
+    static bool has(const std::vector<std::string>& list, const std::string& one) {
+        return std::ranges::find(list, one) != list.end();
+    }
+    // In the place of the oldest that is not named now, where there are kMastersMax.
+    bool add(const std::string& address, const std::vector<std::string>& named) {
+        if (knows(address)) return false;
+        if (learned_.size() == kMastersMax) {
+            auto oldest = std::ranges::find_if(learned_, [&](const auto& one) { return !has(named, one); });
+            if (oldest == learned_.end()) return false;
+            learned_.erase(oldest);
+        }
+        learned_.push_back(address);
+        return true;
+    }
+
+    std::vector<std::string> configured_;
+    std::vector<std::string> names_;    // what the masters at these call themselves; empty: not known
+    std::vector<std::string> learned_;  // the latest last
+    Version term_ = kNoVersion;         // of the last list of an owner
+};
+
+}  // namespace moonpool

@@ -1,0 +1,259 @@
+// Where the masters are: what a process remembers of it, what it refuses, and whom it believes.
+#include <doctest/doctest.h>
+#include <sys/socket.h>
+
+#include <cstddef>
+#include <cstring>
+
+#include "directory/known_masters.hpp"
+#include "directory/master_addresses.hpp"
+#include "directory/master_claims.hpp"
+#include "server_bed.hpp"
+#include "wire/listener.hpp"
+
+using namespace moonpool;
+using namespace moonpool::testing;
+
+namespace {
+
+using Addresses = std::vector<std::string>;
+
+std::string at(int i) { return "10.0.0." + std::to_string(i) + ":7700"; }
+
+MasterList list_of(Version term, Addresses addresses, bool of_owner = true) {
+    return {.term = term, .of_owner = of_owner, .addresses = std::move(addresses)};
+}
+
+std::vector<std::byte> bytes_of(const MasterList& list) {
+    std::vector<std::byte> out;
+    list.write(Writer(out));
+    return out;
+}
+
+bool reads(std::span<const std::byte> bytes) {
+    Reader r(bytes);
+    return MasterList().read(r);
+}
+
+std::unique_ptr<MasterServer> follow(MasterServer& owner) {
+    auto standby = serve(
+        "127.0.0.1:0", [&](MasterServerOptions& options) { options.standby_of = owner.addresses().front(); });
+    REQUIRE(until([&] { return owner.standby().is_whole; }));
+    return standby;
+}
+
+std::unique_ptr<Listener> listen(const std::string& token, const Service& service) {
+    ListenerOptions options;
+    options.addresses = {"127.0.0.1:0"};
+    options.token = token.c_str();
+    Result<std::unique_ptr<Listener>> listener = Listener::create(std::move(options));
+    if (!listener) FAIL(listener.error().text);
+    (*listener)->offer(std::string(kServiceDirectory), service);
+    REQUIRE((*listener)->start());
+    return std::move(*listener);
+}
+
+DialOptions dialing(const std::string& token = kToken) {
+    DialOptions to;
+    to.token = token.c_str();
+    to.service = kServiceDirectory;
+    return to;
+}
+
+}  // namespace
+
+TEST_CASE("masters: an address is one that another process may dial, and no list of several") {
+    for (const char* good : {"10.0.0.1:7700", "[fd00::7]:7700", "master-0.masters:1", "h:65535"})
+        CHECK(is_master_address(good));
+    for (const char* bad : {"", "h", "h:", ":7700", "h:0", "h:65536", "h:70000000000", "h:7a", "h:-1",
+                            "a,b:1", "a;b:1", "a b:1", "a\n:1", "0.0.0.0:7700", "[::]:7700", "\xc3\xa9:7700"})
+        CHECK_MESSAGE(!is_master_address(bad), bad);
+    CHECK(!is_master_address(std::string(300, 'a') + ":7700"));
+}
+
+TEST_CASE("masters: a list is read as it was written, and no part of one, nor a longer one") {
+    MasterList list = list_of(7, {at(1), at(2)});
+    list.own = 2;
+    const std::vector<std::byte> bytes = bytes_of(list);
+    Reader r(bytes);
+    MasterList back;
+    REQUIRE(back.read(r));
+    CHECK(back == list);
+    CHECK(back.own_address() == at(2));
+    for (size_t n = 0; n < bytes.size(); ++n) CHECK(!reads(std::span(bytes).first(n)));
+    Addresses many;
+    for (int i = 0; i < 9; ++i) many.push_back(at(i + 1));
+    CHECK(!reads(bytes_of(list_of(7, many))));
+    many.pop_back();
+    CHECK(reads(bytes_of(list_of(7, many))));
+    list.own = 3;
+    CHECK(!reads(bytes_of(list)));
+    for (const std::string& bad :
+         {std::string("0.0.0.0:7700"), std::string(400, 'a') + ":1", std::string("x")})
+        CHECK(!reads(bytes_of(list_of(7, {bad}))));
+}
+
+TEST_CASE("masters: what was learned stays for a term, and goes with a later owner that does not name it") {
+    KnownMasters known({at(1), at(2)});
+    CHECK(!known.hear(list_of(5, {at(1), at(2)})));
+    CHECK(known.hear(list_of(5, {at(1), at(3)})));
+    CHECK(known.learned() == Addresses{at(3)});
+    CHECK(!known.hear(list_of(5, {at(1)})));  // the owner has lost it, and it may be the next one
+    CHECK(!known.hear(list_of(4, {at(9)})));  // of a former owner
+    CHECK(known.hear(list_of(6, {at(3), at(4)}, false)));
+    CHECK(known.hear(list_of(6, {at(4)})));
+    CHECK(known.learned() == Addresses{at(4)});
+    CHECK(known.all() == Addresses{at(1), at(2), at(4)});
+    CHECK(known.hear(list_of(7, {at(1)})));
+    CHECK(known.all() == Addresses{at(1), at(2)});
+}
+
+TEST_CASE("masters: at most 8 are learned, the oldest makes room, and what is configured stays") {
+    KnownMasters known({at(1)});
+    for (int i = 2; i < 40; ++i) {
+        known.hear(list_of(5, {at(1), at(i)}));
+        CHECK(known.learned().size() == std::min<size_t>(static_cast<size_t>(i) - 1, kMastersMax));
+        CHECK(known.learned().back() == at(i));
+    }
+    CHECK(known.all().front() == at(1));
+    for (int i = 40; i < 60; ++i) CHECK(known.hear_of(at(i)));
+    CHECK(known.learned().size() == kMastersMax);
+    CHECK(!known.hear_of("0.0.0.0:7700"));
+    CHECK(!known.hear_of(at(1)));
+}
+
+TEST_CASE("masters: another name of a configured one is not learned") {
+    KnownMasters known({"owner.host:7700", "standby.host:7700"});
+    MasterList list = list_of(5, {at(1), at(2)});
+    list.own = 1;
+    CHECK(known.hear(list, "owner.host:7700"));
+    CHECK(known.learned() == Addresses{at(2)});
+    list.of_owner = false;
+    list.own = 2;
+    CHECK(known.hear(list, "standby.host:7700"));
+    CHECK(known.learned().empty());
+    CHECK(!known.hear_of(at(1)));
+    list.own = 1;
+    CHECK(!known.hear(list, at(1)));  // as from a learned address it is no other name
+}
+
+TEST_CASE("masters: one process joins a master once, whatever names it has") {
+    MasterClaims claims;
+    Incarnation one{}, other{};
+    other.fill(1);
+    CHECK(claims.take(one));
+    CHECK(!claims.take(one));
+    CHECK(claims.take(other));
+    claims.give_back(one);
+    CHECK(!claims.has(one));
+    CHECK(claims.take(one));
+}
+
+TEST_CASE("masters: a standby that refuses names its owner, which is dialed next and remembered") {
+    auto owner = serve();
+    auto standby = follow(*owner);
+    MasterAddresses addresses(standby->addresses().front());
+    CHECK(addresses.dial(dialing()).ok());
+    CHECK(addresses.learned() == owner->addresses());
+    std::string named;
+    DialOptions to = dialing();
+    to.address = standby->addresses().front();
+    to.instead = &named;
+    CHECK(!dial(to).ok());
+    CHECK(named == owner->addresses().front());
+}
+
+TEST_CASE("masters: a process without the secret names none") {
+    Service service;
+    service.welcome = [](std::string_view) -> Result<std::vector<std::byte>> {
+        return Error{Code::kUnavailable, "this master is a standby"};
+    };
+    service.instead = [] { return at(66); };
+    service.serve = [](const AuthenticatedConnection&) {};
+    auto listener = listen("another token", service);
+    MasterAddresses addresses(listener->addresses().front());
+    DialOptions to = dialing();
+    to.timeout_ms = 200;  // 10.0.0.66 may be a host that does not answer
+    CHECK(!addresses.dial(to).ok());
+    CHECK(addresses.learned().empty());
+    to.token = "another token";
+    CHECK(!addresses.dial(to).ok());  // it follows
+    CHECK(addresses.learned() == Addresses{at(66)});
+    listener->stop();
+}
+
+TEST_CASE("masters: a list that makes no sense ends the connection, and nothing of it is kept") {
+    std::vector<std::byte> welcome = bytes_of(list_of(7, {at(1)})), frame;
+    SUBCASE("in WELCOME: more addresses than there may be") {
+        Addresses many;
+        for (int i = 0; i < 200; ++i) many.push_back(at(i + 1));
+        welcome = bytes_of(list_of(7, many));
+    }
+    SUBCASE("in WELCOME: cut off") { welcome.resize(welcome.size() - 3); }
+    SUBCASE("a frame: an address that is none") { write_masters_frame(frame, list_of(8, {"0.0.0.0:1"})); }
+    SUBCASE("a frame: nothing in it") { write_masters_question(frame); }
+    SUBCASE("a frame: of 1 GiB") {
+        write_masters_frame(frame, list_of(8, {at(2)}));
+        const uint32_t length = 1u << 30;
+        std::memcpy(frame.data() + offsetof(FrameHeader, length), &length, sizeof(length));
+    }
+    SUBCASE("a frame: longer than a list") {
+        const MasterList list = list_of(8, {at(2)});
+        size_t begin = begin_frame(frame, Kind::kMasters, kFlagOneWay, 0);
+        list.write(Writer(frame));
+        frame.resize(frame.size() + 100000);
+        finish_frame(frame, begin);
+    }
+    Mutex mutex;
+    std::vector<AuthenticatedConnection> callers;
+    Service service;
+    service.welcome = [&](std::string_view) -> Result<std::vector<std::byte>> { return welcome; };
+    service.serve = [&](AuthenticatedConnection caller) {
+        MutexLock lock(mutex);
+        (void)!::send(caller.fd.get(), frame.data(), frame.size(), MSG_NOSIGNAL);
+        callers.push_back(std::move(caller));
+    };
+    auto listener = listen(kToken, service);
+    DirectoryClientOptions options;
+    options.master = listener->addresses().front();
+    options.token = kToken;
+    options.timeout_ms = 2000;
+    DirectoryClient client(options);
+    Result<std::shared_ptr<const Members>> members = client.members(true);
+    REQUIRE(!members.ok());
+    CHECK(members.error().code == Code::kProtocol);
+    for (const std::string& one : client.learned()) CHECK(one == at(1));  // of the sound WELCOME
+    client.close();
+    listener->stop();
+}
+
+TEST_CASE("masters: a client that runs hears of a new standby, and goes there when its owner is gone") {
+    auto owner = serve();
+    DirectoryClientOptions options;
+    options.master = owner->addresses().front();
+    options.token = kToken;
+    DirectoryClient client(options);
+    REQUIRE(client.members(true).ok());
+    CHECK(client.learned().empty());
+    auto standby = follow(*owner);
+    REQUIRE(until([&] { return client.members(true).ok() && !client.learned().empty(); }));
+    CHECK(client.learned() == standby->addresses());
+    owner->stop();
+    REQUIRE(until([&] { return standby->role() == MasterRole::kActing; }));
+    REQUIRE(standby->take_over());
+    CHECK(until([&] { return client.members(true).ok(); }));
+}
+
+TEST_CASE("masters: what a master that runs says is also its state, for status") {
+    auto owner = serve();
+    auto standby = follow(*owner);
+    Addresses both = {owner->addresses().front(), standby->addresses().front()};
+    for (const std::string& one : both) {
+        DialOptions to = dialing();
+        to.address = one;
+        CHECK(until([&] {
+            Result<MasterState> state = ask_master_state(to);
+            return state.ok() && state->masters.addresses == both && state->masters.own_address() == one;
+        }));
+    }
+}
