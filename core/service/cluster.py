@@ -10,6 +10,8 @@ from moonpool.core.errors import Error
 from moonpool.core.service.native_core import native_core
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from moonpool import _native
 
 
@@ -40,7 +42,8 @@ class MasterRow(msgspec.Struct, frozen=True):
     ``why``. ``other``: of an owner the name of its standby, of a standby the address of its owner; "" where
     there is none. ``attached``: that one is there. ``lag_s``: for how long the standby has owed its word, s.
     ``range``: of the shards, as master.range. ``term``: when it began to order removals, ms since 1970; its
-    versions are later than those of earlier terms.
+    versions are later than those of earlier terms. ``learned``: it is not among the addresses that were asked
+    for; another master names it, as it does to nodes and clients.
     """
 
     address: str
@@ -54,38 +57,54 @@ class MasterRow(msgspec.Struct, frozen=True):
     why: str = ""
     range: str = ""
     term: int = 0
+    learned: bool = False
 
 
 def read_masters(
     addresses: str, token: bytes, *, tls: _native.TlsClient | None = None, timeout_s: float = 1.0
 ) -> list[MasterRow]:
     """Asks each of the masters at ``addresses`` ("host:port", several with commas between, and semicolons
-    between ranges), also those that serve no clients, for at most ``timeout_s`` each. Raises nothing for one
-    that does not answer; Unavailable where the C++ core is not built.
+    between ranges), also those that serve no clients, for at most ``timeout_s`` each; then those that these
+    name beside them. Raises nothing for one that does not answer; Unavailable where the C++ core is not
+    built.
     """
     core = native_core("status")
-    rows = []
-    for address in (address.strip() for address in addresses.replace(";", ",").split(",")):
-        try:
-            state = core.master_state(address, token, timeout_s=timeout_s, tls=tls)
-        except Error as error:
-            rows.append(MasterRow(address, why=str(error)))
-            continue
-        rows.append(
-            MasterRow(
-                address,
-                role=state.role,
-                other=state.other,
-                attached=state.attached,
-                is_whole=state.is_whole,
-                lag_s=state.lag_s,
-                nodes=state.nodes,
-                keys=state.keys,
-                range="{}/{}".format(*state.range),
-                term=state.term,
-            )
-        )
+    listed = [address.strip() for address in addresses.replace(";", ",").split(",")]
+    rows, named, own = [], [], set()
+    for address in listed:
+        row, state = _read_master(core, address, token, timeout_s, tls)
+        rows.append(row)
+        if state is not None:
+            own.add(state.own_address)  # the same master by another name
+            named += state.masters
+    for address in dict.fromkeys(named):
+        if address not in own and address not in listed:
+            row, _ = _read_master(core, address, token, timeout_s, tls)
+            rows.append(msgspec.structs.replace(row, learned=True))
     return rows
+
+
+def _read_master(
+    core: ModuleType, address: str, token: bytes, timeout_s: float, tls: _native.TlsClient | None
+) -> tuple[MasterRow, _native.MasterState | None]:
+    """The state is None where it does not answer."""
+    try:
+        state: _native.MasterState = core.master_state(address, token, timeout_s=timeout_s, tls=tls)
+    except Error as error:
+        return MasterRow(address, why=str(error)), None
+    row = MasterRow(
+        address,
+        role=state.role,
+        other=state.other,
+        attached=state.attached,
+        is_whole=state.is_whole,
+        lag_s=state.lag_s,
+        nodes=state.nodes,
+        keys=state.keys,
+        range="{}/{}".format(*state.range),
+        term=state.term,
+    )
+    return row, state
 
 
 def read_cluster(

@@ -200,9 +200,10 @@ def _masters(masters: Sequence[MasterRow]) -> RenderableType:
     ):
         table.add_column(heading, overflow="fold")
     for row in masters:
+        address = f"{row.address} (learned)" if row.learned else row.address
         if not row.role:
             place = ["-"] if has_ranges else []
-            table.add_row(row.address, *place, Text("does not answer", "red"), "-", row.why, "-", "-")
+            table.add_row(address, *place, Text("does not answer", "red"), "-", row.why, "-", "-")
             continue
         other = "none"
         if row.other or row.attached:
@@ -216,7 +217,7 @@ def _masters(masters: Sequence[MasterRow]) -> RenderableType:
         role = Text(row.role, "red" if row.role == "superseded" else "")
         place = [row.range] if has_ranges else []
         term = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.term / 1000))
-        table.add_row(row.address, *place, role, term, other, f"{row.nodes:,}", f"{row.keys:,}")
+        table.add_row(address, *place, role, term, other, f"{row.nodes:,}", f"{row.keys:,}")
     return table
 
 

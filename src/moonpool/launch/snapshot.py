@@ -120,7 +120,7 @@ def take(
         node=nodes[0] if nodes else None,
         nodes=nodes,
         cluster=cluster,
-        masters=_masters(config, named, timeout_s) if "," in named or ";" in named else [],
+        masters=_masters(config, named, timeout_s) if named else [],
         proxy_url=proxy_url,
         proxy_answers=answers,
         engines=engines,
@@ -157,10 +157,12 @@ def _proxy_key(config: Config) -> str:
 
 
 def _masters(config: Config, named: str, timeout_s: float) -> list[MasterRow]:
+    """Those of a pool that has several; of one master the cluster says all."""
     try:
-        return read_masters(named, config.client_token(), tls=control_client_for(config), timeout_s=timeout_s)
+        rows = read_masters(named, config.client_token(), tls=control_client_for(config), timeout_s=timeout_s)
     except Error:  # the reason stands with the cluster
         return []
+    return rows if len(rows) > 1 else []
 
 
 def _cluster(config: Config, named: str, timeout_s: float, problems: list[str]) -> Cluster | None:
