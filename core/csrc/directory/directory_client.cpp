@@ -39,6 +39,7 @@ namespace {
 constexpr size_t kHashesPerFrame = kQuestionKeysMax;
 constexpr size_t kFramesAhead = 4;  // questions on their way: the master works while the last answer travels
 constexpr uint32_t kAnswerMax = 64u << 20;
+constexpr int kListsMax = 1024;  // MASTERS frames in a row
 
 // How long a caller polls for its answer before it sleeps: waking a thread of a virtual machine takes longer
 // than the master needs.
@@ -162,6 +163,29 @@ Status DirectoryClient::with_master(const std::function<Status()>& question) {
     }
 }
 
+// Between two calls: the other end has closed the connection, or says why it is about to. Only a call reads
+// from it. Where the masters are, as said meanwhile, is heard first.
+bool DirectoryClient::has_ended() {
+    std::optional<CallTimeout> timeout;
+    for (int lists = 0; lists < kListsMax; ++lists) {
+        FrameHeader header;
+        ssize_t n;
+        do {
+            n = socket_.receive(&header, sizeof(header), false);
+        } while (n < 0 && errno == EINTR);
+        if (n < 0) return errno != EAGAIN;
+        const auto have = static_cast<size_t>(n);
+        if (have == 0) return true;
+        if (!timeout) timeout.emplace(*this);  // the rest of what has begun to come is waited for
+        if (!timeout->status()) return true;
+        if (have < sizeof(header) &&
+            !receive(reinterpret_cast<std::byte*>(&header) + have, sizeof(header) - have))
+            return true;
+        if (header.magic != kMagic || header.kind != Kind::kMasters || !hear_masters(header)) return true;
+    }
+    return true;
+}
+
 Status DirectoryClient::send_all(std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
         ssize_t n = socket_.send(bytes.data(), bytes.size(), true);
@@ -228,8 +252,9 @@ uint64_t DirectoryClient::begin(Kind kind) {
 // too: the master sends it only when it is about to close.
 Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Parse& parse) {
     FrameHeader header;
-    for (;;) {
+    for (int lists = 0;; ++lists) {
         if (Status status = receive(&header, sizeof(header)); !status) return status;
+        if (lists == kListsMax) return lost({Code::kProtocol, peer() + " says again and again where it is"});
         if (header.magic != kMagic || header.kind != Kind::kMasters) break;
         if (Status status = hear_masters(header); !status) return status;
     }

@@ -126,7 +126,7 @@ Result<ControlSocket> DirectoryClient::ask_for_masters(Result<Dialed> dialed, bo
     if (by_node) list = list.subspan(std::min(list.size(), sizeof(uint64_t)));
     if (list.empty()) return socket;  // of the release before
     std::optional<MasterList> masters = masters_of(list);
-    if (!masters) return Error{Code::kProtocol, dialed->peer + " names masters at addresses that are none"};
+    if (!masters) return socket;
     if (by_node) addresses_.hear_by_node(*masters);
     std::vector<std::byte> out;
     write_masters_question(out);
@@ -147,9 +147,7 @@ Status DirectoryClient::hear_masters(const FrameHeader& header) {
     if (Status status = receive(body_.data(), body_.size()); !status) return status;
     Reader body(body_);
     MasterList list;
-    if (!list.read(body)) {
-        return lost({Code::kProtocol, peer() + " names masters at addresses that are none"});
-    }
+    if (!list.read(body)) return success();
     if (by_node_) {
         addresses_.hear_by_node(list);
     } else {
@@ -194,25 +192,6 @@ bool DirectoryClient::keeps_way() {
         dialing_->wake.notify_all();
     }
     return true;
-}
-
-// Between two calls: the other end has closed the connection, or says why it is about to. Only a call reads
-// from it. Where the masters are, as said meanwhile, is heard first.
-bool DirectoryClient::has_ended() {
-    for (;;) {
-        FrameHeader header;
-        ssize_t n;
-        do {
-            n = socket_.receive(&header, sizeof(header), false);
-        } while (n < 0 && errno == EINTR);
-        if (n < 0) return errno != EAGAIN;
-        const auto have = static_cast<size_t>(n);
-        if (have == 0) return true;
-        if (have < sizeof(header) &&
-            !receive(reinterpret_cast<std::byte*>(&header) + have, sizeof(header) - have))
-            return true;
-        if (header.magic != kMagic || header.kind != Kind::kMasters || !hear_masters(header)) return true;
-    }
 }
 
 // The next call waits for the result, as the first one does: the master may well be there.

@@ -2,9 +2,12 @@
 // configured, always, and those that masters have told it since. Pure.
 //
 // An owner's list of a later term is the whole truth: what was learned and it does not name is forgotten. Of
-// the same term an address is only added, as the standby that an owner has just lost may be the next owner.
+// the same term an address is only added, as the standby that an owner has just lost may be the next owner;
+// of an earlier one, too, as the clock of an owner that was started again may be behind. What such a list has
+// dropped does not come back by the word of a master that refuses, unless no master answers.
+//
 // What a master that was reached at a configured address calls itself is another name of that one, and not
-// learned.
+// learned. An address of the own host is believed only of a master that was reached there.
 #pragma once
 
 #include <algorithm>
@@ -24,20 +27,30 @@ class KnownMasters {
     bool hear(const MasterList& list, const std::string& at = "") {
         const std::vector<std::string> before = learned_;
         if (list.own != 0) note_name(at, list.own_address());
-        if (list.term < term_) return learned_ != before;
+        if (list.term < term_ && !list.of_owner) return learned_ != before;
         if (list.of_owner && list.term > term_) {
             term_ = list.term;
             std::erase_if(learned_, [&](const std::string& one) { return !has(list.addresses, one); });
         }
-        for (const std::string& address : list.addresses) add(address, list.addresses);
+        for (const std::string& address : list.addresses) add(address, list.addresses, at);
         return learned_ != before;
     }
 
-    // A master that does not serve names the one that does. True: as above.
-    bool hear_of(const std::string& owner) {
-        return is_master_address(owner) && !knows(owner) && add(owner, {owner});
+    // The master there does not serve, and names the one that does. True: as above.
+    bool hear_of(const std::string& owner, const std::string& at, bool none_answers = false) {
+        return (term_ == kNoVersion || none_answers) && add(owner, {owner}, at);
+    }
+    // Whether a process may dial what the master there names.
+    static bool is_believed(const std::string& address, const std::string& at) {
+        return is_master_address(address) && (at.empty() || !is_loopback(address) || is_loopback(at));
+    }
+    // As the list has it that was configured, where the master is known under both names.
+    std::string as_configured(const std::string& name) const {
+        auto place = std::ranges::find(names_, name);
+        return place == names_.end() ? name : configured_[static_cast<size_t>(place - names_.begin())];
     }
 
+    bool is_configured(const std::string& address) const { return has(configured_, address); }
     bool knows(const std::string& address) const {
         return has(configured_, address) || has(learned_, address) || has(names_, address);
     }
@@ -67,8 +80,8 @@ class KnownMasters {
         return std::ranges::find(list, one) != list.end();
     }
     // In the place of the oldest that is not named now, where there are kMastersMax.
-    bool add(const std::string& address, const std::vector<std::string>& named) {
-        if (knows(address)) return false;
+    bool add(const std::string& address, const std::vector<std::string>& named, const std::string& at) {
+        if (knows(address) || !is_believed(address, at)) return false;
         if (learned_.size() == kMastersMax) {
             auto oldest = std::ranges::find_if(learned_, [&](const auto& one) { return !has(named, one); });
             if (oldest == learned_.end()) return false;
@@ -81,7 +94,7 @@ class KnownMasters {
     std::vector<std::string> configured_;
     std::vector<std::string> names_;    // what the masters at these call themselves; empty: not known
     std::vector<std::string> learned_;  // the latest last
-    Version term_ = kNoVersion;         // of the last list of an owner
+    Version term_ = kNoVersion;         // the latest of an owner's list
 };
 
 }  // namespace moonpool

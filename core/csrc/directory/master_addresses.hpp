@@ -42,15 +42,26 @@ class MasterAddresses {
         known_.hear(list);
     }
 
+    // With the names of those that were configured, for a process that has the same list and has not dialed.
+    MasterList as_configured(const MasterList& list) const {
+        MasterList named = list;
+        named.own = 0;
+        MutexLock lock(mutex_);
+        for (std::string& one : named.addresses) one = known_.as_configured(one);
+        return named;
+    }
+
     // The first that takes the connection, tried one after the other, each once; with `to` but for the
-    // address. One that refuses and names the owner is followed by that one. The one that served last comes
-    // last: this is called when its connection is lost.
+    // address. One that refuses and names the owner is followed by that one, where it is known; else the
+    // owner comes last, and kMastersMax of such at most. The one that served last comes last: this is called
+    // when its connection is lost. The error is that of a configured one.
     Result<Dialed> dial(DialOptions to) {
-        Error why{Code::kInvalidArgument, "no address of a master is given"};
-        std::vector<std::string> tried;
+        std::optional<Error> why;
+        std::vector<std::string> tried, named;
         std::string owner;
         to.instead = &owner;
-        for (std::optional<std::string> next = after({}); next;) {
+        const size_t most = size() + kMastersMax;
+        for (std::optional<std::string> next = after(tried, named, ""); next && tried.size() < most;) {
             if (to.given_up != nullptr && to.given_up->load()) break;
             to.address = *next;
             tried.push_back(*next);
@@ -62,25 +73,35 @@ class MasterAddresses {
                 if (std::optional<MasterList> list = masters_of(dialed->welcome)) known_.hear(*list, at_);
                 return dialed;
             }
-            why = dialed.error();
-            next = after(tried, owner);
+            if (!why || is_configured(*next)) why = dialed.error();
+            if (KnownMasters::is_believed(owner, *next)) named.push_back(owner);
+            next = after(tried, named, *next);
         }
-        return why;
+        return why.value_or(Error{Code::kInvalidArgument, "no address of a master is given"});
     }
 
    private:
-    // The owner that was named, else the next one in turn that was not tried.
-    std::optional<std::string> after(const std::vector<std::string>& tried, const std::string& owner = "") {
+    bool is_configured(const std::string& address) const {
+        MutexLock lock(mutex_);
+        return known_.is_configured(address);
+    }
+
+    // The owner that was named last, by the one at that address, where it is known; else the next one in turn
+    // that was not tried, and at the end those that were named.
+    std::optional<std::string> after(const std::vector<std::string>& tried,
+                                     const std::vector<std::string>& named, const std::string& at) {
         auto is_new = [&](const std::string& one) { return std::ranges::find(tried, one) == tried.end(); };
         MutexLock lock(mutex_);
-        if (!owner.empty()) known_.hear_of(owner);
+        if (!named.empty()) known_.hear_of(named.back(), at);
         const std::vector<std::string> all = known_.all();
-        if (std::ranges::find(all, owner) != all.end() && is_new(owner)) return owner;
+        if (!named.empty() && std::ranges::find(all, named.back()) != all.end() && is_new(named.back()))
+            return named.back();
         for (size_t i = 0; i < all.size(); ++i) {
             const std::string& one = all[next_++ % all.size()];
             if (is_new(one)) return one;
         }
-        return std::nullopt;
+        auto place = std::ranges::find_if(named, is_new);
+        return place == named.end() ? std::nullopt : std::optional(*place);
     }
 
     const Range range_;

@@ -172,6 +172,7 @@ bool MasterLink::tell_masters(const MasterList& list) {
     if (backlog() > server_.options_.limits.send_backlog_bytes) return true;  // a later tick tells it
     told_masters_ = list;
     write_masters_frame(out_, list);
+    whole_answers_ = out_.size();  // fail() cuts nothing off that is sent in part
     return flush();
 }
 

@@ -1,37 +1,23 @@
 // MasterList: where the masters of one range are reached, as one of them says it (docs/wire_master.md,
 // MASTERS). It comes behind the WELCOME of a master, and in a MASTERS frame whenever it changes, to those
-// that have asked for it. Bytes of a peer: a list that is too long, or an address that is none, is refused.
+// that have asked for it. Bytes of a peer: a list that is too long or cut off is ignored, and so is an
+// address that is none.
 #pragma once
 
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "directory/master_address.hpp"
 #include "directory/version.hpp"
-#include "wire/address.hpp"
 #include "wire/frame.hpp"
 
 namespace moonpool {
 
 inline constexpr size_t kMastersMax = 8;  // addresses of a list
-inline constexpr size_t kMasterAddressMax = 256;
 inline constexpr uint8_t kMastersOfOwner = 1;
-
-// host:port that another process may dial: no address that only a listener has, and none that would be
-// several in cluster.master.
-inline bool is_master_address(std::string_view text) {
-    const auto fits = [](char c) { return c > ' ' && c <= '~' && c != ',' && c != ';'; };
-    if (text.size() > kMasterAddressMax || !std::ranges::all_of(text, fits)) return false;
-    const std::string host = host_of(std::string(text));
-    if (host.empty() || host == "0.0.0.0" || host == "::") return false;
-    const std::string_view port = text.substr(text.rfind(':') + 1);
-    uint16_t number = 0;
-    const auto [end, error] = std::from_chars(port.data(), port.data() + port.size(), number);
-    return error == std::errc() && end == port.data() + port.size() && number != 0;
-}
 
 struct MasterList {
     Version term = kNoVersion;             // the first version of the owner
@@ -46,18 +32,19 @@ struct MasterList {
         w.number(static_cast<uint8_t>(addresses.size()));
         for (const std::string& address : addresses) w.text16(address);
     }
-    // False: it is no list. Bytes behind it are of a later version.
+    // False: it is no list. Without the addresses that are none; bytes behind it are of a later version.
     bool read(Reader& r) {
         term = r.number<Version>();
         of_owner = (r.number<uint8_t>() & kMastersOfOwner) != 0;
-        own = r.number<uint8_t>();
+        own = 0;
+        const auto place = r.number<uint8_t>();
         const auto n = r.number<uint8_t>();
         addresses.clear();
-        if (!r.ok() || n > kMastersMax || own > n) return false;
-        for (uint8_t i = 0; i < n; ++i) {
-            std::string_view address = r.text16();
-            if (!r.ok() || !is_master_address(address)) return false;
-            addresses.emplace_back(address);
+        if (!r.ok() || n > kMastersMax || place > n) return false;
+        for (uint8_t i = 1; i <= n; ++i) {
+            const std::string address(r.text16());
+            if (!r.ok()) return false;
+            add(address, i == place);
         }
         return true;
     }

@@ -154,7 +154,7 @@ class MasterServer {
     void for_each_client(const std::function<bool(MasterLink&)>& visit);
     bool keep_now();
     void make_agent();
-    bool begin_to_follow();
+    bool begin_to_follow(const std::string& address);
     void lose_owner(const std::string& why);
     bool take_over_now(uint64_t now_ms, bool given = false);
 
@@ -189,7 +189,9 @@ class MasterServer {
     int standby_fd_ = -1;
     std::string standby_name_, standby_address_;
     mutable Mutex owner_mutex_;
-    std::string owner_ GUARDED_BY(owner_mutex_);  // that it follows
+    std::string owner_ GUARDED_BY(owner_mutex_);  // that it follows, as it dials it
+    // As it names it to nodes and clients: of the one that it has followed last, and not taken over from.
+    std::string named_owner_ GUARDED_BY(owner_mutex_);
     std::string owner() const {
         MutexLock lock(owner_mutex_);
         return owner_;

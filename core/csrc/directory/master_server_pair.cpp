@@ -43,15 +43,16 @@ MasterList MasterServer::masters_now() const {
         if (standby_fd_ >= 0) list.add(standby_address_);
         return list;
     }
-    list.add(owner());
+    list.add(owner_elsewhere());
     if (pair_.role() != MasterRole::kSuperseded) list.add(own_address(), true);
     return list;
 }
 
 // For a caller that is refused here. Any thread.
 std::string MasterServer::owner_elsewhere() const {
-    std::string address = pair_.role() == MasterRole::kOwner ? std::string() : owner();
-    return is_master_address(address) ? address : std::string();
+    if (pair_.role() == MasterRole::kOwner) return {};
+    MutexLock lock(owner_mutex_);
+    return is_master_address(named_owner_) ? named_owner_ : std::string();
 }
 
 // ---- The owner
@@ -164,7 +165,7 @@ bool MasterServer::give_now(uint64_t now) {
     pair_.frame_of_hand_over_sent();
     if (!options_.elected) {
         MutexLock lock(owner_mutex_);
-        owner_ = heir_;  // that it follows, also where the word for the frame does not arrive
+        owner_ = named_owner_ = heir_;  // that it follows, also where the word for the frame does not arrive
     }
     if (!link->send()) drop(standby_fd_);
     for_each_client([](MasterLink& client) { return client.send(); });  // no more is read from them
@@ -304,7 +305,7 @@ void MasterServer::make_agent() {
     to.silent_ms = static_cast<int>(options_.pair.silent_ms);
     StandbyHooks hooks;
     hooks.owner = [this] { return pair_.role() == MasterRole::kOwner ? std::string() : owner(); };
-    hooks.begin = [this] { return begin_to_follow(); };
+    hooks.begin = [this](const std::string& address) { return begin_to_follow(address); };
     hooks.follow = [this](Reader frame, uint64_t& number) {
         // Copied, as the loop may come to it after this thread has given up.
         std::string_view bytes = frame.bytes(frame.left());
@@ -344,10 +345,14 @@ bool MasterServer::follow_frame(const std::vector<std::byte>& frame) {
     return true;
 }
 
-bool MasterServer::begin_to_follow() {
+bool MasterServer::begin_to_follow(const std::string& address) {
     auto begun = std::make_shared<bool>(false);
-    bool done = call_on_loop([this, begun] {
+    bool done = call_on_loop([this, begun, address] {
         if (pair_.role() == MasterRole::kOwner) return;
+        {
+            MutexLock lock(owner_mutex_);
+            named_owner_ = address;
+        }
         const Error why{Code::kUnavailable, standby_of(owner())};
         drop_all(Caller::kClient, why);
         drop_all(Caller::kNode, why);
@@ -366,6 +371,10 @@ void MasterServer::lose_owner(const std::string& why) {
 
 bool MasterServer::take_over_now(uint64_t now, bool given) {
     if (!pair_.take_over(now, first_version(clock_ms()), given)) return false;
+    {
+        MutexLock lock(owner_mutex_);
+        named_owner_.clear();
+    }
     metrics_.takeovers_total.fetch_add(1);
     settle_ask(success());
     journal_->note(given ? Level::kInfo : Level::kWarning, "taken_over", owner(),
@@ -382,7 +391,7 @@ bool MasterServer::take_over() {
 bool MasterServer::follow(const std::string& owner) {
     {
         MutexLock lock(owner_mutex_);
-        owner_ = owner;
+        owner_ = named_owner_ = owner;
     }
     return call_on_loop([this] {
         if (pair_.role() == MasterRole::kOwner) serve_no_longer();

@@ -99,14 +99,23 @@ void MemberAgent::note_tls_files() {
     if (!why.empty()) options_.journal->note(Level::kError, "tls_files", master(), std::move(why));
 }
 
-void MemberAgent::set_master(const std::string& address) {
+bool MemberAgent::set_master(const std::string& address) {
     {
         MutexLock lock(state_mutex_);
-        if (master_ == address) return;
+        if (!address.empty() && !at_.empty() && at_ != address) return false;
+        if (master_ == address) return true;
         master_ = address;
-        state_.joined = false;
     }
     wake();
+    return true;
+}
+
+// False: another master was set while this one was dialed.
+bool MemberAgent::begin(const std::string& master) {
+    MutexLock lock(state_mutex_);
+    if (master_ != master) return false;
+    at_ = master;
+    return true;
 }
 
 void MemberAgent::run() {
@@ -175,22 +184,26 @@ void MemberAgent::attempt(const std::string& master, int& backoff_ms) {
         }
         elsewhere_.reset();
         uint64_t joins = counters_.joins_total;
-        Status status = live(link, master, list.has_value() && options_.on_masters);
+        Status status = success();
+        if (begin(master)) status = live(link, list.has_value() && options_.on_masters);
         if (options_.claims != nullptr) options_.claims->give_back(dialed->incarnation);
         // A connection that joined shows that the master works: the next attempt comes soon. One that
         // is refused at the JOIN keeps the growing pause.
         if (counters_.joins_total != joins) backoff_ms = options_.backoff_first_ms;
         if (!status) set_why_not(status.error().text);
+        MutexLock lock(state_mutex_);
+        at_.clear();
     } else {
         counters_.connect_failures_total.fetch_add(1);
         set_why_not(dialed.error().text);
-        if (!owner.empty() && options_.on_owner) options_.on_owner(owner);
+        if (!owner.empty() && options_.on_owner) options_.on_owner(owner, master);
     }
     protocol_.disconnected();
 }
 
-// asks_for_masters: this master knows MASTERS, and sends it whenever something of that changes.
-Status MemberAgent::live(Link& link, const std::string& master, bool asks_for_masters) {
+// To the end of the connection, or of the agent: clients may still ask this master, also where another list
+// of addresses lacks it. asks_for_masters: it knows MASTERS, and sends it whenever something of that changes.
+Status MemberAgent::live(Link& link, bool asks_for_masters) {
     auto send = [&](std::span<const std::byte> frame) { return send_frame(link, frame); };
     Status status = protocol_.connected(link.peer, send);
     if (status && asks_for_masters) {
@@ -198,7 +211,7 @@ Status MemberAgent::live(Link& link, const std::string& master, bool asks_for_ma
         write_masters_question(question);
         status = send_frame(link, question);
     }
-    while (status && !is_over(master)) {
+    while (status && !stopping_) {
         status = protocol_.step();
         note_progress();
         if (status) status = wait(link);
@@ -257,10 +270,7 @@ Status MemberAgent::read_answers(Link& link) {
         if (!body) break;
         if (header->kind == Kind::kMasters && options_.on_masters) {
             MasterList list;
-            if (!list.read(*body)) {
-                return Error{Code::kProtocol, link.peer + " names masters at addresses that are none"};
-            }
-            options_.on_masters(list, link.peer);
+            if (list.read(*body)) options_.on_masters(list, link.peer);
             continue;
         }
         Status status = protocol_.on_frame(*header, *body);

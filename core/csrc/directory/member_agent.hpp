@@ -47,7 +47,7 @@ struct MemberAgentOptions {
     // On the agent's thread: what a master that has proved the token says of where the masters are, and
     // which owner one that refused the node has named. Null: none hears it.
     std::function<void(const MasterList&, const std::string& at)> on_masters = nullptr;
-    std::function<void(const std::string& owner)> on_owner = nullptr;
+    std::function<void(const std::string& owner, const std::string& at)> on_owner = nullptr;
     std::shared_ptr<MasterClaims> claims = nullptr;  // of all agents of a node; null: this is the only one
 };
 
@@ -62,8 +62,14 @@ class MemberAgent {
     // The next stop() sends no LEAVE, as another process goes on in the node's place. At once, on any thread.
     void abandon();
     void wake();  // the log has rows: any thread, never blocks
-    // Leaves its master and joins that one; empty: none. Any thread, never blocks.
-    void set_master(const std::string& address);
+    // Joins that master, once a connection that it has is over; empty: none then. False: it has a connection
+    // to another one, which another agent is to replace. Any thread, never blocks.
+    bool set_master(const std::string& address);
+    // The master that it is connected to, else the one that it dials.
+    std::string place() const {
+        MutexLock lock(state_mutex_);
+        return at_.empty() ? master_ : at_;
+    }
     std::string master() const {
         MutexLock lock(state_mutex_);
         return master_;
@@ -96,7 +102,8 @@ class MemberAgent {
     void attempt(const std::string& master, int& backoff_ms);
     void pause(int ms);
     bool is_over(const std::string& master) const { return stopping_ || this->master() != master; }
-    Status live(Link& link, const std::string& master, bool asks_for_masters);
+    bool begin(const std::string& master);
+    Status live(Link& link, bool asks_for_masters);
     Status wait(Link& link);
     Status read_answers(Link& link);
     Status send_frame(Link& link, std::span<const std::byte> frame);
@@ -116,6 +123,7 @@ class MemberAgent {
 
     mutable Mutex state_mutex_;
     std::string master_ GUARDED_BY(state_mutex_);
+    std::string at_ GUARDED_BY(state_mutex_);  // the master of its connection; empty: it has none
     State state_ GUARDED_BY(state_mutex_);
     Clock::time_point answered_at_ GUARDED_BY(state_mutex_){};
     uint64_t answers_ GUARDED_BY(state_mutex_) = 0;

@@ -77,10 +77,6 @@ inline Result<Dialed> dial_range(DialOptions to, const Range& expected) {
         if (has != expected) return wrong_range(to.address, has, expected);
         rest.erase(rest.begin(), rest.begin() + kRangeBytes);
     }
-    Reader list(rest);
-    if (!rest.empty() && !MasterList().read(list)) {
-        return Error{Code::kProtocol, to.address + " names masters at addresses that are none"};
-    }
     return dialed;
 }
 

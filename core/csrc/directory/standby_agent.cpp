@@ -63,6 +63,9 @@ Status StandbyAgent::follow_one(const std::string& owner) {
     to.tls = options_.tls;
     Result<Dialed> dialed = dial_range(to, options_.range);
     if (!dialed) return dialed.error();
+    // One of the release before does not say it.
+    const std::optional<MasterList> masters = masters_of(dialed->welcome);
+    const std::string address = masters && masters->own != 0 ? masters->own_address() : owner;
     ControlSocket socket{std::move(dialed->fd), std::move(dialed->tls), options_.silent_ms};
     ClosedInChildren closed_in_children(socket.fd);
     {
@@ -71,7 +74,7 @@ Status StandbyAgent::follow_one(const std::string& owner) {
         live_fd_ = socket.fd.get();
     }
     Status status = [&]() -> Status {
-        if (!hooks_.begin()) return Error{Code::kTimeout, "this master's loop did not answer in time"};
+        if (!hooks_.begin(address)) return Error{Code::kTimeout, "this master's loop did not answer in time"};
         std::vector<std::byte> out;
         size_t hello = begin_frame(out, Kind::kMirror, kFlagOneWay, 0);
         Writer w(out);
@@ -108,15 +111,15 @@ Status StandbyAgent::follow_one(const std::string& owner) {
             size_t at = begin_frame(out, Kind::kMirrored, kFlagOneWay, 0);
             Writer(out).number(number);
             finish_frame(out, at);
-            std::string address;
+            std::string asks_for;
             {
                 MutexLock lock(mutex_);
-                address.swap(asks_for_);
+                asks_for.swap(asks_for_);
             }
-            if (!address.empty()) {
+            if (!asks_for.empty()) {
                 size_t ask = begin_frame(out, Kind::kHandOver, kFlagOneWay, 0);
                 Writer w(out);
-                w.text16(address);
+                w.text16(asks_for);
                 w.number(hooks_.told());
                 finish_frame(out, ask);
             }

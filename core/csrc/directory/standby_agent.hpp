@@ -32,7 +32,8 @@ struct StandbyAgentOptions {
 // On the agent's thread; each gives up by itself, and false ends the connection.
 struct StandbyHooks {
     std::function<std::string()> owner;  // host:port; empty: there is none to follow
-    std::function<bool()> begin;         // the owner is there
+    // The owner is there, and is reached at that address by others.
+    std::function<bool(const std::string& address)> begin;
     std::function<bool(Reader frame, uint64_t& number)> follow;
     std::function<void(const std::string& why)> lost;  // it is not
     std::function<uint32_t()> told;                    // nodes that have told this standby all they hold

@@ -91,22 +91,27 @@ MemberAgentOptions NodeMember::agent_of(std::string master, const Range& range) 
     agent.master = std::move(master);
     agent.range = range;
     agent.on_masters = [this, range](const MasterList& list, const std::string& at) {
-        hear(range, [&](KnownMasters& known) { return known.hear(list, at); });
+        hear(range, [&](KnownMasters& known, bool) { return known.hear(list, at); });
     };
-    agent.on_owner = [this, range](const std::string& owner) {
-        hear(range, [&owner](KnownMasters& known) { return known.hear_of(owner); });
+    agent.on_owner = [this, range](const std::string& owner, const std::string& at) {
+        hear(range,
+             [&](KnownMasters& known, bool none_answers) { return known.hear_of(owner, at, none_answers); });
     };
     return agent;
 }
 
 // On an agent's thread.
-void NodeMember::hear(const Range& range, const std::function<bool(KnownMasters&)>& what) {
+void NodeMember::hear(const Range& range, const Heard& heard) {
     MutexLock lock(masters_mutex_);
+    if (!running_) return;
+    bool none_answers = true;
+    for (const auto& to : masters_)
+        none_answers &= to->range.index != range.index || !to->agent.state().joined;
     KnownMasters& known = known_[range.index];
-    if (running_ && what(known)) follow(range, known.learned());
+    if (heard(known, none_answers) || starts_again_) follow(range, known.learned());
 }
 
-// An agent for each of these; the others that were made for such addresses wait.
+// An agent for each of these; the others that were made for such addresses end with their connections.
 void NodeMember::follow(const Range& range, const std::vector<std::string>& learned) {
     std::vector<std::string> fresh = learned;
     std::vector<ToMaster*> idle;
@@ -115,25 +120,29 @@ void NodeMember::follow(const Range& range, const std::vector<std::string>& lear
         ToMaster& to = *masters_[i];
         if (to.range.index != range.index) continue;
         behind = i + 1;
-        if (to.learned && std::erase(fresh, to.agent.master()) == 0) idle.push_back(&to);
+        if (!to.learned) continue;
+        const std::string place = to.agent.place();
+        const bool named = std::erase(fresh, place) != 0;
+        (void)to.agent.set_master(named ? place : "");
+        if (!named) idle.push_back(&to);
     }
     for (const std::string& address : fresh) {
         if (agents_.journal != nullptr) {
             agents_.journal->note(Level::kInfo, "master_learned", address, "a master names this one, too");
         }
-        if (!idle.empty()) {
-            idle.back()->agent.set_master(address);
-            idle.pop_back();
+        auto free = std::ranges::find_if(idle, [&](ToMaster* to) { return to->agent.set_master(address); });
+        if (free != idle.end()) {
+            idle.erase(free);
             continue;
         }
         auto to = std::make_unique<ToMaster>(agent_of(address, range), hooks(range), nullptr, true,
                                              masters_.size());
-        if (!to->agent.start()) return;  // no thread is left; the next list tries again
-        last_->append(to->log);
+        last_->append(to->log);  // before its inventory begins
         last_ = &to->log;
         masters_.insert(masters_.begin() + static_cast<std::ptrdiff_t>(behind++), std::move(to));
     }
-    for (ToMaster* to : idle) to->agent.set_master("");
+    starts_again_ = false;  // with the next list, where no thread is left
+    for (const auto& to : masters_) starts_again_ |= to->learned && !to->agent.start();
 }
 
 std::string NodeMember::masters() const {
@@ -162,6 +171,7 @@ Status NodeMember::start() {
 }
 
 void NodeMember::stop() {
+    if (fork_.in_child()) return;  // a thread of the parent may have held the lock
     {
         MutexLock lock(masters_mutex_);
         running_ = false;  // none is made any more
@@ -170,6 +180,10 @@ void NodeMember::stop() {
 }
 
 void NodeMember::abandon() {
+    {
+        MutexLock lock(masters_mutex_);
+        running_ = false;
+    }
     for (ToMaster* to : all()) to->agent.abandon();
 }
 

@@ -2,7 +2,9 @@
 // agent that tells it. What they look at or drop they do on the store's loop, a piece at a time.
 //
 // The masters are those of ClusterOptions::master and those that one of them names (KnownMasters). An agent
-// that is made for such an address stays; when that is forgotten it waits for another one.
+// that is made for such an address stays; when that is forgotten it waits for another one, once its
+// connection has ended: a master that a list no longer names may serve clients, and hears of its successor by
+// the beats.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/fork.hpp"
 #include "base/mutex.hpp"
 #include "directory/delta_log.hpp"
 #include "directory/known_masters.hpp"
@@ -111,14 +114,17 @@ class NodeMember {
         DeltaLog log;
         MemberAgent agent;
     };
-    void hear(const Range& range, const std::function<bool(KnownMasters&)>& what);
+    using Heard = std::function<bool(KnownMasters&, bool none_answers)>;
+    void hear(const Range& range, const Heard& heard);
     void follow(const Range& range, const std::vector<std::string>& learned) REQUIRES(masters_mutex_);
     MemberAgentOptions agent_of(std::string master, const Range& range);
     std::vector<ToMaster*> all() const;  // those of one range behind each other
 
     const MemberAgentOptions agents_;  // what all of them have
-    mutable Mutex masters_mutex_;      // held for moments: no agent is waited for
+    ForkGuard fork_;
+    mutable Mutex masters_mutex_;  // held for moments: no agent is waited for
     bool running_ GUARDED_BY(masters_mutex_) = false;
+    bool starts_again_ GUARDED_BY(masters_mutex_) = false;  // the thread of an agent could not be started
     DeltaLog* last_ GUARDED_BY(masters_mutex_) = nullptr;
     std::vector<KnownMasters> known_ GUARDED_BY(masters_mutex_);  // of each range
     std::vector<std::unique_ptr<ToMaster>> masters_ GUARDED_BY(masters_mutex_);

@@ -52,6 +52,7 @@ class RelayDialer {
 
     // Of the master that was dialed last. Any thread.
     void hear(const MasterList& list) { addresses_.hear(list); }
+    MasterList as_configured(const MasterList& list) const { return addresses_.as_configured(list); }
 
     void stop() {
         given_up_ = true;
