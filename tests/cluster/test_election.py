@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from moonpool.core.service.election import Ballot, Seat
+from moonpool.core.service.etcd import Etcd
+
 from ..core.store_bed import until
 from .bed import JOIN_S, MASTER_PORT, Cluster, Node, master_metric
 from .hosts import Host, Process, measured
@@ -52,13 +55,27 @@ class Elected:
         return process
 
     def owner(self) -> int | None:
-        """Which of the two it is; None: neither, or both for a moment."""
+        """Which of them it is; None: none, or two for a moment."""
         owners = [i for i, host in enumerate(self.hosts) if master_metric(host, "is_owner")]
         return owners[0] if len(owners) == 1 else None
 
     def is_whole(self) -> bool:
         owner = self.owner()
         return owner is not None and bool(master_metric(self.hosts[owner], "standby_is_whole"))
+
+    def add_master(self, name: str) -> None:
+        """At an address that is in no node's and no client's list. It waits until it is needed."""
+        self.hosts.append(self.cluster.host(name))
+        self.masters.append(self.start_master(self.hosts[-1]))
+
+    def names_as_standby(self, master: int) -> bool:
+        """The key does so: that one, and no other, takes over when the owner is lost."""
+        etcd = Etcd([f"{self._etcd_host.address}:2379"], timeout_s=5.0)
+        none = Seat("", "")
+        with self.cluster.network.switch.entered():
+            record = Ballot(etcd, "/moonpool/masters/default", none).read().record
+        standby = (record and record.standby) or none
+        return standby.address == f"{self.hosts[master].address}:{MASTER_PORT}"
 
     def removed(self, puppet: Any, key: str) -> bool:
         """Once it is acknowledged: a try that was not may have removed it."""
@@ -194,3 +211,43 @@ def test_both_masters_that_die_are_succeeded_by_those_at_their_addresses(elected
     until(lambda: on_a.has(["kept"], SIZE, room=SIZE), ELECTED_S)
     assert on_b.get(["k"]) == [None]
     until(lambda: elected.removed(on_a, "kept"), ELECTED_S)
+
+
+def test_a_third_master_at_an_address_in_no_list_is_elected(elected: Elected) -> None:
+    a, b = elected.nodes
+    on_a, on_b = elected.cluster.puppet(a.host), elected.cluster.puppet(b.host)
+    names = [f"k{i}" for i in range(20)]
+    on_b.put(names, SIZE)
+    elected.cluster.found(names)
+    first = elected.owner()
+    assert first is not None
+    elected.add_master("third")
+    third = 2
+    assert [node.metric("masters_learned") for node in elected.nodes] == [0, 0]
+    elected.masters[1 - first].kill()
+    until(elected.is_whole, ELECTED_S)
+    until(lambda: elected.names_as_standby(third), ELECTED_S)
+    for node in elected.nodes:
+        until(lambda node=node: node.metric("masters_learned") == 1, JOIN_S)
+        until(lambda node=node: node.metric("masters_joined") == 2, JOIN_S)
+    until(lambda: elected.removed(on_a, "k0"), ELECTED_S)
+    for puppet in (on_a, on_b):
+        puppet.exists(["absent"])  # as any question, it reads what the master has told since the last one
+    elected.masters[first].kill()
+    until(lambda: on_a.has(names[2:], SIZE, room=SIZE), ELECTED_S)
+    until(lambda: elected.owner() == third, ELECTED_S)
+    until(lambda: elected.removed(on_a, "k1"), ELECTED_S)
+    assert on_b.get(["k0", "k1"]) == [None, None]
+    # One of the list comes back as its standby, and names it to those that start with the list.
+    elected.masters[first] = elected.start_master(elected.hosts[first])
+    until(elected.is_whole, ELECTED_S)
+    a.process.terminate()
+    until(lambda: not a.process.is_running, ELECTED_S)
+    again = elected.cluster.start_node(a.host, name=a.name, wait=False)
+    again.process.said("^moonpool node")
+    until(lambda: again.metric("masters_joined") == 2, JOIN_S)
+    assert again.metric("masters_learned") == 1
+    on_again = elected.cluster.puppet(a.host)
+    until(lambda: on_again.has(names[2:], SIZE, room=SIZE), JOIN_S)
+    until(lambda: elected.removed(on_again, "k2"), ELECTED_S)
+    assert on_b.get(["k2"]) == [None]

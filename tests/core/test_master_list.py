@@ -106,6 +106,8 @@ def test_status_shows_a_master_that_is_not_in_the_list_as_learned(
         False,
         False,
     ]
+    # Its state is that of its last tick.
+    until(lambda: len(read_masters(standby.addresses[0], TOKEN)) == 2)
     by_the_standby = read_masters(standby.addresses[0], TOKEN)
     assert [(row.role, row.learned) for row in by_the_standby] == [("standby", False), ("owner", True)]
 

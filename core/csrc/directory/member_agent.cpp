@@ -88,7 +88,7 @@ void MemberAgent::set_why_not(const std::string& why) {
         is_news = std::exchange(state_.why_not, why) != why;
     }
     if (options_.journal == nullptr || stopping_ || !(was_joined || is_news)) return;
-    options_.journal->note(Level::kWarning, was_joined ? "left_master" : "not_joined", master(),
+    options_.journal->note(Level::kWarning, was_joined ? "left_master" : "not_joined", place(),
                            (was_joined ? "is no longer in the pool: " : "has not joined the pool: ") + why);
 }
 
@@ -295,7 +295,7 @@ void MemberAgent::note_progress() {
         }
     }
     if (has_joined && options_.journal != nullptr) {
-        options_.journal->note(Level::kInfo, "joined", master(),
+        options_.journal->note(Level::kInfo, "joined", place(),
                                "has joined the pool as node " + std::to_string(protocol_.id()));
     }
 }
