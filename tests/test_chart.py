@@ -128,6 +128,18 @@ def test_one_master_is_named_by_all_and_has_no_budget(manifests: ModuleType) -> 
     assert before["annotations"] != after["annotations"], "a pod keeps running with old settings"
 
 
+def test_masters_tell_nodes_and_clients_the_addresses_of_the_list(manifests: ModuleType) -> None:
+    """Else each pod's own address would be learned beside its service's."""
+    made = objects(manifests, {}, name="other")
+    told = []
+    for name, workload in of_kind(made, *WORKLOADS).items():
+        (container,) = pod_of(workload)["containers"]
+        env = {each["name"]: each.get("value", "") for each in container["env"]}
+        assert ("MOONPOOL_MASTER_ADVERTISE" in env) == ("master" in name)
+        told += [env["MOONPOOL_MASTER_ADVERTISE"]] if "master" in name else []
+    assert told == toml_of(made)["cluster"]["master"]
+
+
 def test_settings_are_those_of_the_configuration(manifests: ModuleType) -> None:
     made = objects(manifests, {"settings": {"node.ssd": "/ssd:1TiB", "master.stop_delay_s": "7s"}})
     for workload in of_kind(made, *WORKLOADS).values():
