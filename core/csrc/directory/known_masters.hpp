@@ -1,10 +1,11 @@
 // KnownMasters: the addresses at which a process looks for the masters of one range: those that were
 // configured, always, and those that masters have told it since. Pure.
 //
-// An owner's list of a later term is the whole truth: what was learned and it does not name is forgotten. Of
-// the same term an address is only added, as the standby that an owner has just lost may be the next owner;
-// of an earlier one, too, as the clock of an owner that was started again may be behind. What such a list has
-// dropped does not come back by the word of a master that refuses, unless no master answers.
+// An owner's list of a later term is the whole truth: what was learned and it does not name is forgotten. So
+// it is of the same term where the list has a standby, as an owner has one. A list without one only adds, as
+// the standby that an owner has just lost may be the next owner; and so does one of an earlier term, as the
+// clock of an owner that was started again may be behind. What a list has dropped does not come back by the
+// word of a master that refuses, unless no master answers.
 //
 // What a master that was reached at a configured address calls itself is another name of that one, and not
 // learned. An address of the own host is believed only of a master that was reached there.
@@ -28,7 +29,7 @@ class KnownMasters {
         const std::vector<std::string> before = learned_;
         if (list.own != 0) note_name(at, list.own_address());
         if (list.term < term_ && !list.of_owner) return learned_ != before;
-        if (list.of_owner && list.term > term_) {
+        if (list.of_owner && (list.term > term_ || (list.term == term_ && list.addresses.size() > 1))) {
             term_ = list.term;
             std::erase_if(learned_, [&](const std::string& one) { return !has(list.addresses, one); });
         }
@@ -54,6 +55,7 @@ class KnownMasters {
     bool knows(const std::string& address) const {
         return has(configured_, address) || has(learned_, address) || has(names_, address);
     }
+    const std::vector<std::string>& configured() const { return configured_; }
     const std::vector<std::string>& learned() const { return learned_; }
     size_t size() const { return configured_.size() + learned_.size(); }
     std::vector<std::string> all() const {
@@ -61,19 +63,15 @@ class KnownMasters {
         both.insert(both.end(), learned_.begin(), learned_.end());
         return both;
     }
-    // As in cluster.master.
-    std::string text() const {
-        std::string list;
-        for (const std::string& one : all()) list += (list.empty() ? "" : ",") + one;
-        return list;
-    }
 
    private:
     void note_name(const std::string& at, const std::string& name) {
         auto place = std::ranges::find(configured_, at);
-        if (place == configured_.end() || has(configured_, name)) return;
+        if (place == configured_.end()) return;
         names_.resize(configured_.size());
-        names_[static_cast<size_t>(place - configured_.begin())] = name;
+        const bool is_listed = has(configured_, name);
+        names_[static_cast<size_t>(place - configured_.begin())] = is_listed ? "" : name;
+        if (is_listed) return;
         std::erase(learned_, name);
     }
     static bool has(const std::vector<std::string>& list, const std::string& one) {

@@ -243,7 +243,7 @@ class Master {
     bool one_of_several_ = false, superseded_ = false;
     bool standby_ = false, whole_ = false;
     Version closed_of_owner_ = kNoVersion;
-    uint64_t followed_ms_ = 0;  // when the last frame of the owner came
+    uint64_t followed_ms_ = 0;               // when the last frame of the owner came
     std::optional<uint64_t> joinable_ms_{};  // since when a standby knows all, and nodes join it
     ByNode<Seat> seats_;
     std::set<NodeId> owing_;      // that have drops to carry out

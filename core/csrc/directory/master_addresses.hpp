@@ -42,12 +42,14 @@ class MasterAddresses {
         known_.hear(list);
     }
 
-    // With the names of those that were configured, for a process that has the same list and has not dialed.
+    // Of the master that was dialed last, for a process that has the same list and has not dialed: with the
+    // names of those that were configured, without those that are not to be believed of a master there.
     MasterList as_configured(const MasterList& list) const {
-        MasterList named = list;
-        named.own = 0;
+        MasterList named{.term = list.term, .of_owner = list.of_owner};
         MutexLock lock(mutex_);
-        for (std::string& one : named.addresses) one = known_.as_configured(one);
+        for (const std::string& one : list.addresses) {
+            if (KnownMasters::is_believed(one, at_)) named.add(known_.as_configured(one));
+        }
         return named;
     }
 
@@ -71,6 +73,7 @@ class MasterAddresses {
                 MutexLock lock(mutex_);
                 at_ = to.address;
                 if (std::optional<MasterList> list = masters_of(dialed->welcome)) known_.hear(*list, at_);
+                begin_behind(at_);
                 return dialed;
             }
             if (!why || is_configured(*next)) why = dialed.error();
@@ -84,6 +87,13 @@ class MasterAddresses {
     bool is_configured(const std::string& address) const {
         MutexLock lock(mutex_);
         return known_.is_configured(address);
+    }
+
+    // The next call tries the others first, also where this one was dialed out of turn.
+    void begin_behind(const std::string& address) REQUIRES(mutex_) {
+        const std::vector<std::string> all = known_.all();
+        auto place = std::ranges::find(all, address);
+        if (place != all.end()) next_ = static_cast<size_t>(place - all.begin()) + 1;
     }
 
     // The owner that was named last, by the one at that address, where it is known; else the next one in turn

@@ -163,9 +163,11 @@ bool MasterServer::give_now(uint64_t now) {
     MasterLink* link = standby_link();
     link->write_mirror(now, pair_.frame_flags() | kMirrorYours);
     pair_.frame_of_hand_over_sent();
-    if (!options_.elected) {
+    {
         MutexLock lock(owner_mutex_);
-        owner_ = named_owner_ = heir_;  // that it follows, also where the word for the frame does not arrive
+        named_owner_ = heir_;
+        if (!options_.elected)
+            owner_ = heir_;  // that it follows, also where the word for the frame does not arrive
     }
     if (!link->send()) drop(standby_fd_);
     for_each_client([](MasterLink& client) { return client.send(); });  // no more is read from them
@@ -267,6 +269,11 @@ void MasterServer::tick_pair(uint64_t now) {
 
 void MasterServer::serve_no_longer() {
     pair_.step_down();
+    {
+        // Its last standby alone could take over without its word.
+        MutexLock lock(owner_mutex_);
+        if (named_owner_.empty()) named_owner_ = standby_address_;
+    }
     const Error why = not_served();
     journal_->note(Level::kError, "superseded", "", why.text + "; it serves no longer");
     end_all(why);

@@ -96,7 +96,7 @@ void MemberAgent::set_why_not(const std::string& why) {
 void MemberAgent::note_tls_files() {
     if (options_.tls == nullptr || options_.journal == nullptr) return;
     std::string why = options_.tls->take_trouble();
-    if (!why.empty()) options_.journal->note(Level::kError, "tls_files", master(), std::move(why));
+    if (!why.empty()) options_.journal->note(Level::kError, "tls_files", place(), std::move(why));
 }
 
 bool MemberAgent::set_master(const std::string& address) {

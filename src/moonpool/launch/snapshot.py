@@ -5,6 +5,7 @@ file.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def take(
         node=nodes[0] if nodes else None,
         nodes=nodes,
         cluster=cluster,
-        masters=_masters(config, named, timeout_s) if named else [],
+        # One that does not answer is not asked a second time.
+        masters=_masters(config, named, timeout_s) if cluster or re.search("[,;]", named) else [],
         proxy_url=proxy_url,
         proxy_answers=answers,
         engines=engines,

@@ -10,6 +10,8 @@
 #include "directory/master_addresses.hpp"
 #include "directory/master_claims.hpp"
 #include "server_bed.hpp"
+#include "wire/dial.hpp"
+#include "wire/error_frame.hpp"
 #include "wire/listener.hpp"
 
 using namespace moonpool;
@@ -178,10 +180,31 @@ TEST_CASE("masters: a process whose node relays hears the names of its own list"
     CHECK(known.as_configured(at(1)) == at(1));
 }
 
-TEST_CASE("masters: at most 8 are learned, the oldest makes room, and what is configured stays") {
+TEST_CASE("masters: an owner's next standby takes the place of the former, and one that it lost stays") {
     KnownMasters known({at(1)});
     for (int i = 2; i < 40; ++i) {
         known.hear(list_of(5, {at(1), at(i)}));
+        CHECK(known.learned() == Addresses{at(i)});
+        CHECK_FALSE(known.hear(list_of(5, {at(1)})));
+        CHECK(known.learned() == Addresses{at(i)});
+    }
+}
+
+TEST_CASE("masters: a master that is listed under its own name has no other one any more") {
+    KnownMasters known({"vip:7700", at(2)});
+    MasterList of_one = list_of(5, {at(1)}), of_two = list_of(6, {at(2)});
+    of_one.own = of_two.own = 1;
+    known.hear(of_one, "vip:7700");
+    CHECK(known.knows(at(1)));
+    known.hear(of_two, "vip:7700");
+    CHECK_FALSE(known.knows(at(1)));
+    CHECK(known.as_configured(at(1)) == at(1));
+}
+
+TEST_CASE("masters: at most 8 are learned, the oldest makes room, and what is configured stays") {
+    KnownMasters known({at(1)});
+    for (int i = 2; i < 40; ++i) {
+        known.hear(list_of(5, {at(1), at(i)}, false));
         CHECK(known.learned().size() == std::min<size_t>(static_cast<size_t>(i) - 1, kMastersMax));
         CHECK(known.learned().back() == at(i));
     }
@@ -231,6 +254,58 @@ TEST_CASE("masters: a standby that refuses names its owner, which is dialed next
     to.instead = &named;
     CHECK(!dial(to).ok());
     CHECK(named == owner->addresses().front());
+}
+
+TEST_CASE("masters: an address of which the proof is wrong, or cut off, is not believed") {
+    for (size_t proof_bytes : {32u, 31u, 0u}) {
+        int ends[2];
+        REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+        Fd other(ends[0]);
+        std::vector<std::byte> said;
+        const std::vector<std::byte> zeros(48);
+        size_t begin = begin_frame(said, Kind::kChallenge, 0, 0);
+        Writer(said).bytes(zeros.data(), zeros.size());
+        finish_frame(said, begin);
+        begin = begin_frame(said, Kind::kError, kFlagAnswer, 1);
+        write_error_body(Writer(said), Code::kUnavailable, "this master is a standby");
+        Writer(said).text16(at(66));
+        Writer(said).bytes(zeros.data(), proof_bytes);
+        finish_frame(said, begin);
+        REQUIRE(::send(other.get(), said.data(), said.size(), 0) == static_cast<ssize_t>(said.size()));
+        std::string named;
+        DialOptions to = dialing();
+        to.connect = [&]() -> Result<Fd> { return Fd(ends[1]); };
+        to.instead = &named;
+        Result<Dialed> dialed = dial(to);
+        REQUIRE(!dialed.ok());
+        CHECK(dialed.error().text.find("this master is a standby") != std::string::npos);
+        CHECK(named.empty());
+    }
+}
+
+TEST_CASE("masters: an owner that was dialed out of turn is the last to be dialed when it is lost") {
+    std::string owner;
+    std::atomic<int> asked{0};
+    Service standby;
+    standby.welcome = [&](std::string_view) -> Result<std::vector<std::byte>> {
+        ++asked;
+        return Error{Code::kUnavailable, "this master is a standby"};
+    };
+    standby.instead = [&] { return owner; };
+    standby.serve = [](const AuthenticatedConnection&) {};
+    Service serving;
+    serving.welcome = [](std::string_view) { return std::vector<std::byte>(); };
+    serving.serve = [](const AuthenticatedConnection&) {};
+    auto second = listen(kToken, serving);
+    owner = second->addresses().front();
+    auto first = listen(kToken, standby);
+    MasterAddresses addresses(first->addresses().front() + "," + owner);
+    CHECK(addresses.dial(dialing()).ok());
+    CHECK(asked == 1);
+    CHECK(addresses.dial(dialing()).ok());
+    CHECK(asked == 2);
+    first->stop();
+    second->stop();
 }
 
 TEST_CASE("masters: a process without the secret names none") {

@@ -313,6 +313,9 @@ TEST_CASE("masters: an owner serves no longer when a node has heard of a later o
     }));
     REQUIRE(until([&] { return remove(client, 2).ok(); }));
     CHECK(until([&] { return hits(client, keys) == 1; }));
+    // A client that knows this one alone is sent to the master that was its standby.
+    DirectoryClient fresh(client_options(pair.owner->addresses().front()));
+    CHECK(until([&] { return hits(fresh, keys) == 1; }));
 }
 
 // Clients that ask all the time, each with a connection of its own.

@@ -148,7 +148,14 @@ void NodeMember::follow(const Range& range, const std::vector<std::string>& lear
 std::string NodeMember::masters() const {
     std::string list;
     MutexLock lock(masters_mutex_);
-    for (const KnownMasters& known : known_) list += (list.empty() ? "" : ";") + known.text();
+    for (size_t range = 0; range < known_.size(); ++range) {
+        std::vector<std::string> those = known_[range].configured();
+        for (const auto& to : masters_) {
+            if (to->range.index == range && to->learned && to->agent.state().joined)
+                those.push_back(to->agent.place());
+        }
+        for (size_t i = 0; i < those.size(); ++i) list += (i != 0 ? "," : range != 0 ? ";" : "") + those[i];
+    }
     return list;
 }
 
