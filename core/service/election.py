@@ -3,8 +3,8 @@
 One key says it: {"term", "owner", "standby"}. It is changed only where it is as it was read, so of two
 masters that change it at the same moment one does. Beside it each master keeps a key of its own with a lease.
 
-- The owner enters its standby once that knows all. When it has lost the standby, it takes it out again, and
-  only then goes on alone.
+- The owner enters its standby once that knows all; until then, while the key names another one, removals
+  wait. When it has lost the standby, it takes it out again, and only then goes on alone.
 - The standby, once its owner is lost, enters itself as the owner, where the key still names it as the
   standby. It waits for no lease: what the owner acknowledged it knows, and the owner can acknowledge no more.
 - An owner that its standby asks for its place (moonpool promote) enters that one, and hands over then: what
@@ -205,7 +205,7 @@ class Election:
             self._as_another(read, record)
 
     def _as_owner(self, read: Read, record: Record) -> None:
-        server, ballot = self._server, self._ballot
+        server = self._server
         if server.role != "owner":
             # A former owner that hands over tells more than the key.
             now_s = time.monotonic()
@@ -222,11 +222,24 @@ class Election:
             wanted = Seat.of(name)
         elif not attached:
             wanted = None
-        if wanted != record.standby and not ballot.write(read, structs.replace(record, standby=wanted)):
+        if not self._name(read, record, wanted):
             return  # another look tells why
         server.set_valid_for(None if wanted else self._valid_s())
         if not attached:
             server.take_over()  # none takes over: it goes on alone
+
+    def _name(self, read: Read, record: Record, standby: Seat | None) -> bool:
+        """Enters the standby, or that there is none. Whether the key says so, and the server knows: only the
+        word of a standby that the key names lets it acknowledge removals, as any other may take over.
+        """
+        now, before = standby.name if standby else "", record.standby.name if record.standby else ""
+        if standby == record.standby:
+            return self._server.set_elected_standby(now)
+        # While the key may have either content, one that only one of the two names does not count.
+        if not self._server.set_elected_standby((now or before) if not (now and before) else None):
+            return False
+        changed = self._ballot.write(read, structs.replace(record, standby=standby))
+        return changed and self._server.set_elected_standby(now)
 
     def _hand_over(self, read: Read, record: Record, heir: Seat) -> None:
         # Only to the one that the key names: any other master may know less.

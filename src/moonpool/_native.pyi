@@ -639,6 +639,10 @@ class MasterServer:
         """
         (epoch, rows: the members by id, then what is remembered of those that are gone)
         """
+    def set_elected_standby(self, name: str | None) -> bool:
+        """
+        The election names that standby, whose word alone counts from then on; "": none, and that of any standby counts; None: it is not known which, and that of none does. False: the loop does not answer.
+        """
     def set_tenants(self, rows: collections.abc.Sequence[tuple[str, str, collections.abc.Sequence[str]]]) -> None:
         """
         The tenants' own keys from now on: (tenant, role, keys). Connections by others end.

@@ -251,3 +251,22 @@ def test_a_third_master_at_an_address_in_no_list_is_elected(elected: Elected) ->
     until(lambda: on_again.has(names[2:], SIZE, room=SIZE), JOIN_S)
     until(lambda: elected.removed(on_again, "k2"), ELECTED_S)
     assert on_b.get(["k2"]) == [None]
+
+
+def test_an_owner_acknowledges_no_removal_by_a_standby_that_the_key_does_not_name(elected: Elected) -> None:
+    a, b = elected.nodes
+    on_a, on_b = elected.cluster.puppet(a.host), elected.cluster.puppet(b.host)
+    on_b.put(["k"], SIZE)
+    elected.cluster.found(["k"])
+    elected.add_master("t")
+    owner = elected.owner()
+    assert owner is not None
+    until(lambda: elected.names_as_standby(1 - owner), ELECTED_S)
+    os.kill(elected.etcd.pid, signal.SIGSTOP)
+    elected.masters[1 - owner].kill()  # if it were cut off instead, it could take over once etcd goes on
+    until(lambda: master_metric(elected.hosts[owner], "standbys_lost_total") == 1, ELECTED_S)
+    until(lambda: bool(master_metric(elected.hosts[owner], "standby_is_whole")), ELECTED_S)
+    assert on_a.remove(["k"]) != [True]
+    os.kill(elected.etcd.pid, signal.SIGCONT)
+    until(lambda: elected.names_as_standby(2), ELECTED_S)
+    until(lambda: elected.removed(on_a, "k"), ELECTED_S)

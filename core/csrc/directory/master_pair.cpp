@@ -80,6 +80,7 @@ MasterPair::Word MasterPair::word() const {
 
 bool MasterPair::is_heard(const Word& word) const {
     if (alone_) return true;
+    if (!word_counts_) return false;
     const Mirror& mirror = master_.mirror();
     if (word.attachment != attachment_) return mirror.whole();  // a later standby began with all of that
     return mirror.attached() && mirror.has_heard(word.number);

@@ -65,6 +65,9 @@ class MasterPair {
     bool heard();
     bool is_frame_due(uint64_t now_ms);  // cut(frame_flags()) then
     uint8_t frame_flags() const;
+    // Where masters are elected, another one may be entered as the standby, which may take over: the word of
+    // this one does not count then.
+    void set_word_counts(bool counts) { word_counts_ = counts; }
     bool is_overdue(uint64_t now_ms) const;
     uint64_t lag_ms(uint64_t now_ms) const;
     bool go_alone();  // false: there is a standby, or this is no owner
@@ -99,6 +102,7 @@ class MasterPair {
     std::atomic<bool> is_whole_{false};
     uint64_t attachment_ = 0;
     bool alone_ = true;  // no standby's word is waited for
+    bool word_counts_ = true;
     Version told_closed_ = kNoVersion;
     uint64_t owner_lost_ms_ = 0;
     enum class HandOver { kNone, kClosing, kSent };

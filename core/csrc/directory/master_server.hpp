@@ -115,6 +115,9 @@ class MasterServer {
     bool follow(const std::string& owner);
     // An owner orders nothing after so long, unless this is called again; UINT64_MAX: for ever. Any thread.
     void set_valid_for(uint64_t ms);
+    // The election names that standby, by its name; "": none; nothing: it is not known which. Of any other
+    // one the word does not count. False: the loop does not answer.
+    bool set_elected_standby(std::optional<std::string> name);
     struct Standby {
         std::string name;  // of the standby, as it says; towards a standby: its owner's address
         bool attached = false;
@@ -136,6 +139,7 @@ class MasterServer {
     std::string owner_elsewhere() const;
     void tell_masters(const MasterList& list);
     void append_masters(std::vector<std::byte>& welcome);
+    void note_elected();
     void lose_standby(const std::string& why);
     void tell_standby(uint64_t now_ms);
     void hear_standby();
@@ -188,6 +192,7 @@ class MasterServer {
     LinkId next_link_ = 1;
     int standby_fd_ = -1;
     std::string standby_name_, standby_address_;
+    std::optional<std::string> elected_standby_{""};
     mutable Mutex owner_mutex_;
     std::string owner_ GUARDED_BY(owner_mutex_);  // that it follows, as it dials it
     // As it names it to nodes and clients: of the one that it has followed last, and not taken over from.

@@ -72,11 +72,26 @@ std::optional<Error> MasterServer::attach_standby(MasterLink& link, const std::s
     if (int before = std::exchange(standby_fd_, fd); before >= 0 && before != fd) drop(before);
     standby_name_ = name;
     standby_address_ = address;
+    note_elected();
     const bool handed_over = pair_.hands_over();  // over the former connection
     pair_.attach([&](uint8_t flags) { link.write_mirror(now_ms(), flags); });
     if (handed_over) go_on_serving();
     journal_->note(Level::kInfo, "standby_attached", link.peer(), "the standby " + name + " asks for all");
     return std::nullopt;
+}
+
+// Where the election names none, no other master takes over while the owner's lease runs.
+void MasterServer::note_elected() {
+    pair_.set_word_counts(elected_standby_ &&
+                          (elected_standby_->empty() || *elected_standby_ == standby_name_));
+}
+
+bool MasterServer::set_elected_standby(std::optional<std::string> name) {
+    return call_on_loop([this, name = std::move(name)] {
+        elected_standby_ = name;
+        note_elected();
+        release();
+    });
 }
 
 void MasterServer::lose_standby(const std::string& why) {

@@ -174,6 +174,10 @@ class PyMasterServer {
     void set_valid_for(std::optional<double> seconds) {
         server_->set_valid_for(seconds ? static_cast<uint64_t>(milliseconds(*seconds)) : UINT64_MAX);
     }
+    bool set_elected_standby(std::optional<std::string> name) {
+        py::gil_scoped_release nogil;
+        return server_->set_elected_standby(std::move(name));
+    }
     void ask_hand_over(double timeout_s) {
         py::gil_scoped_release nogil;
         Status status = server_->ask_hand_over(milliseconds(timeout_s));
@@ -396,6 +400,11 @@ void bind_directory(py::module_& m) {
              "Another master is the owner. False: its loop does not answer.")
         .def("set_valid_for", &PyMasterServer::set_valid_for, py::arg("seconds"),
              "An owner orders nothing after so long, unless this is called again; None: for ever.")
+        .def("set_elected_standby", &PyMasterServer::set_elected_standby, py::arg("name"),
+             "The election names that standby, whose word alone counts from then on; \"\": none, and that of "
+             "any "
+             "standby counts; None: it is not known which, and that of none does. False: the loop does not "
+             "answer.")
         .def("ask_hand_over", &PyMasterServer::ask_hand_over, py::arg("timeout_s"),
              "A standby that knows all takes the place of its owner, which becomes its standby. Raises the "
              "owner's refusal, or Timeout.")

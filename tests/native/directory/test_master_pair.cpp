@@ -448,6 +448,28 @@ TEST_CASE("masters: an elected owner hands over when the election has entered it
     CHECK(askers.why == "");
 }
 
+TEST_CASE("masters: an elected owner acknowledges no removal by a standby that the election does not name") {
+    auto owner = serve("127.0.0.1:0", [](MasterServerOptions& o) { o.elected = true; });
+    REQUIRE(owner->take_over());
+    REQUIRE(owner->set_elected_standby("one"));
+    auto standby = serve("127.0.0.1:0", [&](MasterServerOptions& o) {
+        o.elected = true;
+        o.name = "two";
+    });
+    REQUIRE(standby->follow(owner->addresses()[0]));
+    REQUIRE(until([&] { return owner->standby().is_whole; }));
+    DirectoryClientOptions options = client_options(owner->addresses()[0]);
+    options.timeout_ms = 200;
+    DirectoryClient client(options);
+    CHECK_FALSE(remove(client, 1));
+    REQUIRE(owner->set_elected_standby(std::nullopt));
+    CHECK_FALSE(remove(client, 2));
+    REQUIRE(owner->set_elected_standby("two"));
+    CHECK(until([&] { return remove(client, 3).ok(); }));
+    REQUIRE(owner->set_elected_standby(""));
+    CHECK(until([&] { return remove(client, 4).ok(); }));
+}
+
 TEST_CASE("masters: a standby that is told nonsense asks for all again") {
     auto owner = serve();
     DialOptions to;
