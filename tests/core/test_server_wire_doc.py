@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,10 @@ def one_way(kind: int, body: bytes) -> bytes:
 
 EXAMPLES = {
     "ERROR": answer(w.ERROR, struct.pack("<H", 7) + w.text16(b"too large"), 9),
-    "CHALLENGE": w.frame(w.CHALLENGE, w.challenge(NODE_NONCE, LIFE)),
-    "AUTH": w.frame(w.AUTH, w.auth(b"default", CLIENT_NONCE, PROOFS[b"client"]), request_id=1),
+    "CHALLENGE": w.frame(w.CHALLENGE, w.challenge(NODE_NONCE, LIFE), versions=(1, 1)),
+    "AUTH": w.frame(
+        w.AUTH, w.auth(b"default", CLIENT_NONCE, PROOFS[b"client"]), request_id=1, versions=(1, 1)
+    ),
     "WELCOME": answer(w.WELCOME, PROOFS[b"node"] + LIMITS.pack(), 1),
     "OPEN_SPACE": w.frame(w.OPEN_SPACE, w.open_space(b"default", b""), request_id=2),
     "OPEN_SPACE, answer": answer(w.OPEN_SPACE, struct.pack("<I", 0), 2),
@@ -174,10 +177,9 @@ class Relay:
     def frames(self) -> list[w.Frame]:
         frames, at = [], 0
         while at < len(self.said):
-            magic, version, kind, flags, size, zero, request_id = w.HEADER.unpack_from(self.said, at)
-            assert (magic, version, zero) == (w.MAGIC, w.VERSION, 0)
+            received, size = w.header_of(bytes(self.said[at : at + w.HEADER.size]))
             at += w.HEADER.size
-            frames.append(w.Frame(kind, flags, request_id, bytes(self.said[at : at + size])))
+            frames.append(replace(received, body=bytes(self.said[at : at + size])))
             at += size
         return frames
 

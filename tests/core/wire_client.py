@@ -9,12 +9,12 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 MAGIC = 0x314C504D  # "MPL1"
 VERSION = 1
-HEADER = struct.Struct("<IBBHIIQ")  # magic, version, kind, flags, payload bytes, zero, request id
+HEADER = struct.Struct("<IBBHIIQ")  # magic, version, kind, flags, payload bytes, versions, request id
 ANSWER, ONE_WAY = 1, 2  # flags
 
 ERROR, CHALLENGE, AUTH, WELCOME = 1, 2, 3, 4
@@ -36,10 +36,22 @@ READ_MISS = (2**64 - 1, 0, 0, 0, 0)
 WELCOME_LIMITS = struct.Struct("<QQQQIIII")  # see Limits
 
 
+Versions = tuple[int, int]  # the lowest and the highest that a side speaks
+UNSAID: Versions = (0, 0)  # of the release before, and in all frames but CHALLENGE and AUTH
+
+
 def frame(
-    kind: int, body: bytes = b"", *, request_id: int = 0, flags: int = 0, version: int = VERSION
+    kind: int,
+    body: bytes = b"",
+    *,
+    request_id: int = 0,
+    flags: int = 0,
+    version: int = VERSION,
+    versions: Versions = UNSAID,
 ) -> bytes:
-    return HEADER.pack(MAGIC, version, kind, flags, len(body), 0, request_id) + body
+    lowest, highest = versions
+    header = HEADER.pack(MAGIC, version, kind, flags, len(body), lowest | highest << 16, request_id)
+    return header + body
 
 
 def text16(text: bytes) -> bytes:
@@ -187,6 +199,8 @@ class Frame:
     flags: int
     request_id: int
     body: bytes
+    version: int = VERSION
+    versions: Versions = UNSAID
 
     @property
     def error(self) -> tuple[int, str]:
@@ -194,6 +208,15 @@ class Frame:
         code, size = struct.unpack_from("<HH", self.body)
         assert len(self.body) == 4 + size
         return code, self.body[4:].decode()
+
+
+def header_of(data: bytes) -> tuple[Frame, int]:
+    """A frame without its body, and the size of that."""
+    magic, version, kind, flags, size, versions, request_id = HEADER.unpack(data)
+    assert magic == MAGIC
+    assert version == VERSION or kind == AUTH
+    assert versions == 0 or kind in (CHALLENGE, AUTH)
+    return Frame(kind, flags, request_id, b"", version, (versions & 0xFFFF, versions >> 16)), size
 
 
 class Closed(Exception):
@@ -241,13 +264,22 @@ class Wire:
         self.welcome = welcome.body
         return Limits(*WELCOME_LIMITS.unpack_from(welcome.body, 32))
 
-    def send(self, kind: int, body: bytes = b"", *, request_id: int = 0, flags: int = 0) -> None:
-        self.socket.sendall(frame(kind, body, request_id=request_id, flags=flags))
+    def send(
+        self,
+        kind: int,
+        body: bytes = b"",
+        *,
+        request_id: int = 0,
+        flags: int = 0,
+        version: int = VERSION,
+        versions: Versions = UNSAID,
+    ) -> None:
+        said = frame(kind, body, request_id=request_id, flags=flags, version=version, versions=versions)
+        self.socket.sendall(said)
 
     def receive(self) -> Frame:
-        magic, version, kind, flags, size, zero, request_id = HEADER.unpack(self._exactly(HEADER.size))
-        assert (magic, version, zero) == (MAGIC, VERSION, 0)
-        return Frame(kind, flags, request_id, self._exactly(size))
+        received, size = header_of(self._exactly(HEADER.size))
+        return replace(received, body=self._exactly(size))
 
     def ask(self, kind: int, body: bytes = b"") -> Frame:
         """Sends a request and gives its answer, an ERROR frame included."""

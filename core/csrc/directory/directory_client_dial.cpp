@@ -101,8 +101,16 @@ Result<Dialed> DirectoryClient::dial_any(bool only_node, std::optional<ByNode>& 
         Result<Dialed> dialed = dial(to);
         if (dialed) {
             Reader welcome(dialed->welcome);
-            by_node.emplace().life = welcome.number<uint64_t>();
-            if (fds.size() == 1) by_node->members = std::move(fds.front());
+            const auto life = welcome.number<uint64_t>();
+            // In which version the master takes what the node passes on; a node of the release before ends.
+            const auto version = welcome.left() != 0 ? welcome.number<uint16_t>() : uint16_t{kVersion};
+            if (to.versions.holds(version)) {
+                by_node.emplace().life = life;
+                if (fds.size() == 1) by_node->members = std::move(fds.front());
+            } else {
+                dialed = none_in_common({"this process", to.versions}, {"the master", {version, version}},
+                                        kWireFormat);
+            }
         }
         if (dialed || (refused && dialed.error().code == Code::kUnavailable) || closed_) return dialed;
         no_node_until_ms_ = now_ms() + static_cast<uint64_t>(options_.back_to_node_ms);

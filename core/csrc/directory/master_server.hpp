@@ -182,6 +182,7 @@ class MasterServer {
     MasterServerMetrics metrics_;
     Master master_;
     MasterPair pair_;
+    std::string not_followed_;  // why, as of the last note of it
     std::unique_ptr<EventLoop> loop_;
     std::atomic<bool> running_{false};
     std::unordered_map<int, std::shared_ptr<MasterLink>> links_;

@@ -385,7 +385,12 @@ bool MasterServer::begin_to_follow(const std::string& address) {
 
 void MasterServer::lose_owner(const std::string& why) {
     uint64_t now = now_ms();
-    if (!pair_.lose_owner(now)) return;
+    if (!pair_.lose_owner(now)) {
+        const bool is_news = std::exchange(not_followed_, why) != why;
+        if (is_news && pair_.role() == MasterRole::kStandby)
+            journal_->note(Level::kWarning, "not_following", owner(), "does not follow its owner: " + why);
+        return;
+    }
     journal_->note(Level::kWarning, "owner_lost", owner(),
                    "the owner is lost: " + why + "; lookups are answered here");
     if (pair_.is_take_over_due(now)) take_over_now(now);

@@ -29,28 +29,27 @@ std::vector<std::byte> encode_welcome(const PeerInfo& info) {
     std::vector<std::byte> out;
     out.reserve(1024);
     Writer w(out);
-    w.number(kEngineVersion);
+    w.number(info.versions.highest);
     w.bytes(info.segment.data(), info.segment.size());
     w.text16(info.name);
     w.text16(info.host_id);
     w.text16(info.boot_id);
     encode(w, info.shm);
     encode(w, info.cuda_ipc);
-    if (info.offers.empty()) return out;
     w.number(static_cast<uint8_t>(info.offers.size()));
     for (const auto& [name, offer] : info.offers) {
         w.text16(name);
         w.number(static_cast<uint16_t>(offer.size()));
         w.bytes(offer.data(), offer.size());
     }
+    w.number(info.versions.lowest);
     return out;
 }
 
 std::optional<PeerInfo> decode_welcome(std::span<const std::byte> body) {
     Reader r(body);
     PeerInfo info;
-    auto version = r.number<uint16_t>();
-    info.version = version;
+    info.versions.highest = r.number<uint16_t>();
     copy_bytes(info.segment, r.bytes(info.segment.size()));
     info.name = r.text16();
     info.host_id = r.text16();
@@ -66,33 +65,42 @@ std::optional<PeerInfo> decode_welcome(std::span<const std::byte> body) {
         auto bytes = std::as_bytes(std::span(offer.data(), offer.size()));
         info.offers[std::move(name)].assign(bytes.begin(), bytes.end());
     }
+    // A peer of the release before ends here, and speaks all versions from 1.
+    info.versions.lowest = r.done() ? uint16_t{1} : r.number<uint16_t>();
     // A later version may append fields.
-    if (!r.ok() || version == 0 || info.name.size() > kNameBytesMax) return std::nullopt;
+    if (!r.ok() || info.versions.highest == 0 || !info.versions.valid() || info.name.size() > kNameBytesMax)
+        return std::nullopt;
+    info.version = highest_in_common(kEngineVersions, info.versions).value_or(0);
     return info;
 }
 
 void encode(Writer& w, const Hello& hello) {
-    w.number(hello.version);
+    w.number(hello.versions.highest);
     w.bytes(hello.segment.data(), hello.segment.size());
     w.bytes(hello.expected.data(), hello.expected.size());
     w.number(hello.channel);
     w.text16(hello.name);
+    w.number(hello.versions.lowest);
 }
 
 std::optional<Hello> decode_hello(Reader r) {
     Hello hello;
-    hello.version = r.number<uint16_t>();
+    hello.versions.highest = r.number<uint16_t>();
     copy_bytes(hello.segment, r.bytes(hello.segment.size()));
     copy_bytes(hello.expected, r.bytes(hello.expected.size()));
     hello.channel = r.number<uint32_t>();
     hello.name = r.text16();
-    if (!r.ok() || hello.version == 0 || hello.name.size() > kNameBytesMax) return std::nullopt;
+    // As in WELCOME.
+    hello.versions.lowest = r.done() ? uint16_t{1} : r.number<uint16_t>();
+    if (!r.ok() || hello.versions.highest == 0 || !hello.versions.valid() ||
+        hello.name.size() > kNameBytesMax)
+        return std::nullopt;
     return hello;
 }
 
 std::vector<std::byte> regions_question(const PeerInfo& peer) {
     std::vector<std::byte> body;
-    if (peer.version >= kVersionWithCards) Writer(body).number(kEngineVersion);
+    if (peer.version >= kVersionWithCards) Writer(body).number(peer.version);
     return body;
 }
 

@@ -15,7 +15,6 @@
 
 namespace moonpool::transport {
 
-inline constexpr uint16_t kEngineVersion = 3;
 inline constexpr uint16_t kVersionWithCards = 2;      // lists regions of kDevice, and asks for them
 inline constexpr uint16_t kVersionWithInitiator = 3;  // SHM_OPEN names the initiator
 inline constexpr size_t kNameBytesMax = 256;
@@ -32,7 +31,7 @@ std::vector<std::byte> encode_welcome(const PeerInfo& info);
 std::optional<PeerInfo> decode_welcome(std::span<const std::byte> body);
 
 struct Hello {
-    uint16_t version = kEngineVersion;
+    VersionRange versions = kEngineVersions;
     SegmentId segment{};   // of the initiator
     SegmentId expected{};  // of the target, as it said in WELCOME
     uint32_t channel = 0;  // the initiator's number of this connection

@@ -11,8 +11,15 @@
 #include <vector>
 
 #include "io/opened_file.hpp"
+#include "wire/version_range.hpp"
 
 namespace moonpool::transport {
+
+// Those of the engine's frames that this release speaks. WELCOME and HELLO say them, and both sides take the
+// highest in common (wire/version_range.hpp).
+inline constexpr uint16_t kEngineVersion = 3;  // the newest
+inline constexpr VersionRange kEngineVersions{1, kEngineVersion};
+inline constexpr const char* kEngineFormat = "the transfer engine's format";
 
 using SegmentId = std::array<uint8_t, 16>;  // one life of an engine: random, never an address
 
@@ -33,7 +40,8 @@ struct HostOffer {
 // What a peer's engine says of itself in the handshake. What its transports need of it they fill in by
 // Transport::offer().
 struct PeerInfo {
-    uint16_t version = 0;  // of the engine's protocol, 0: of no handshake
+    VersionRange versions = kEngineVersions;  // of the engine's format, that it speaks
+    uint16_t version = 0;  // of these the one that both sides take, 0: none, or of no handshake
     std::string address;   // as the user gave it
     std::string name;
     SegmentId segment{};

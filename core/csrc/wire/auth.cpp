@@ -7,7 +7,6 @@
 #include <span>
 
 #include "base/hmac.hpp"
-#include "wire/frame.hpp"
 
 namespace moonpool {
 
@@ -32,13 +31,13 @@ Nonce random_nonce() { return random_bytes<32>(); }
 Incarnation random_incarnation() { return random_bytes<16>(); }
 
 Mac handshake_mac(Role role, std::string_view token, const Nonce& node_nonce, const Nonce& client_nonce,
-                  const Incarnation& incarnation, std::string_view tenant) {
+                  const Incarnation& incarnation, std::string_view tenant, uint16_t version) {
     bool client = role == Role::kClient;
     std::string message = client ? "moonpool client" : "moonpool node";
     auto add = [&message](const auto& bytes) {
         message.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
     };
-    message.push_back(static_cast<char>(kVersion));
+    message.push_back(static_cast<char>(version));
     add(client ? node_nonce : client_nonce);
     add(client ? client_nonce : node_nonce);
     add(incarnation);
@@ -51,10 +50,11 @@ Mac handshake_mac(Role role, std::string_view token, const Nonce& node_nonce, co
 
 const std::string* proved_by(std::string_view mac, const std::vector<std::string>& secrets,
                              const Nonce& node_nonce, const Nonce& client_nonce,
-                             const Incarnation& incarnation, std::string_view tenant) {
+                             const Incarnation& incarnation, std::string_view tenant, uint16_t version) {
     std::span<const uint8_t> shown(reinterpret_cast<const uint8_t*>(mac.data()), mac.size());
     for (const std::string& secret : secrets) {
-        Mac expected = handshake_mac(Role::kClient, secret, node_nonce, client_nonce, incarnation, tenant);
+        Mac expected =
+            handshake_mac(Role::kClient, secret, node_nonce, client_nonce, incarnation, tenant, version);
         if (equal_constant_time(expected, shown)) return &secret;
     }
     return nullptr;

@@ -1,8 +1,8 @@
 // The handshake: both sides prove that they know the cluster token, over fresh nonces, before anything else
 // is read.
 //
-//   node   -> client  CHALLENGE  node nonce, incarnation
-//   client -> node    AUTH       tenant, client nonce, mac_client
+//   node   -> client  CHALLENGE  node nonce, incarnation; in its header the versions that the node speaks
+//   client -> node    AUTH       tenant, client nonce, mac_client; in its header the version that it took
 //   node   -> client  WELCOME    mac_node, ...
 //
 // mac_client = HMAC-SHA256(token, "moonpool client" | version | node nonce | client nonce | incarnation |
@@ -30,7 +30,7 @@ Nonce random_nonce();
 Incarnation random_incarnation();
 
 Mac handshake_mac(Role role, std::string_view token, const Nonce& node_nonce, const Nonce& client_nonce,
-                  const Incarnation& incarnation, std::string_view tenant);
+                  const Incarnation& incarnation, std::string_view tenant, uint16_t version);
 
 // How a refusal begins that another secret may not get.
 inline constexpr std::string_view kWrongToken = "the cluster token is wrong";
@@ -41,6 +41,6 @@ inline bool is_wrong_token(const Error& error) {
 // Which of `secrets` a client proved by that mac; nullptr: none.
 const std::string* proved_by(std::string_view mac, const std::vector<std::string>& secrets,
                              const Nonce& node_nonce, const Nonce& client_nonce,
-                             const Incarnation& incarnation, std::string_view tenant);
+                             const Incarnation& incarnation, std::string_view tenant, uint16_t version);
 
 }  // namespace moonpool

@@ -54,6 +54,7 @@ class Handshake {
         : fd_(fd),
           tls_(tls),
           peer_(options.address),
+          own_{"this process", options.versions},
           end_(deadline_in(options.timeout_ms)),
           given_up_(options.given_up),
           fds_(options.fds) {}
@@ -87,14 +88,18 @@ class Handshake {
         if (header.magic != kMagic) {
             return Error{Code::kProtocol, peer_ + " does not speak the protocol of Moonpool"};
         }
-        if (header.version != kVersion) {
-            return Error{Code::kProtocol, peer_ + " speaks version " + std::to_string(header.version) +
-                                              " of the wire format, this process " +
-                                              std::to_string(kVersion) + "; run adjacent releases"};
-        }
+        if (header.version != kVersion) return other_version(header, own_, peer_);
         if (header.length > bytes_max) return Error{Code::kProtocol, peer_ + " sent a frame over the limit"};
         body.resize(header.length);
         return receive(body.data(), body.size());
+    }
+
+    // The version that both sides take, of a CHALLENGE. Where there is none the other side's answer would
+    // tell the caller nothing new.
+    Result<uint16_t> agree_on(const FrameHeader& challenge) {
+        Result<uint16_t> version = agree(own_, {peer_, versions_of(challenge)}, kWireFormat);
+        if (!version) (void)send(auth_without_version(own_.versions));
+        return version;
     }
 
    private:
@@ -176,6 +181,7 @@ class Handshake {
     int fd_;
     TlsStream* tls_;  // null: plain
     std::string peer_;
+    Speaker own_;
     Deadline end_;  // of the whole handshake: a peer that sends a byte now and then gains nothing
     const std::atomic<bool>* given_up_;
     std::vector<Fd>* fds_;  // null: none are expected
@@ -240,15 +246,19 @@ Result<Dialed> dial_with(const std::string& secret, const DialOptions& options) 
     if (header.kind != Kind::kChallenge || !challenge.done()) {
         return Error{Code::kProtocol, options.address + " does not speak the protocol of Moonpool"};
     }
+    Result<uint16_t> version = handshake.agree_on(header);
+    if (!version) return version.error();
+    dialed.version = *version;
     // Only now: challenge.done() has vouched for the sizes.
     std::memcpy(node_nonce.data(), nonce.data(), nonce.size());
     std::memcpy(dialed.incarnation.data(), incarnation.data(), incarnation.size());
 
     Nonce client_nonce = random_nonce();
     std::string covered = mac_tenant(options.tenant, options.service);
-    Mac mac = handshake_mac(Role::kClient, secret, node_nonce, client_nonce, dialed.incarnation, covered);
+    Mac mac = handshake_mac(Role::kClient, secret, node_nonce, client_nonce, dialed.incarnation, covered,
+                            dialed.version);
     std::vector<std::byte> out;
-    size_t at = begin_frame(out, Kind::kAuth, 0, 1);
+    size_t at = begin_handshake_frame(out, Kind::kAuth, 1, options.versions, dialed.version);
     Writer w(out);
     w.text16(options.tenant);
     w.bytes(client_nonce.data(), client_nonce.size());
@@ -263,7 +273,7 @@ Result<Dialed> dial_with(const std::string& secret, const DialOptions& options) 
         Error why = refused_by(options, welcome);
         read_instead(options, welcome, [&](std::string_view address) {
             return handshake_mac(Role::kNode, secret, node_nonce, client_nonce, dialed.incarnation,
-                                 mac_instead(covered, address));
+                                 mac_instead(covered, address), dialed.version);
         });
         return why;
     }
@@ -271,7 +281,8 @@ Result<Dialed> dial_with(const std::string& secret, const DialOptions& options) 
     if (header.kind != Kind::kWelcome || !welcome.ok()) {
         return Error{Code::kProtocol, options.address + " does not speak the protocol of Moonpool"};
     }
-    Mac expected = handshake_mac(Role::kNode, secret, node_nonce, client_nonce, dialed.incarnation, covered);
+    Mac expected = handshake_mac(Role::kNode, secret, node_nonce, client_nonce, dialed.incarnation, covered,
+                                 dialed.version);
     // Without this check any process that has the port could pose as the node and receive what clients
     // store.
     if (!equal_constant_time(expected,

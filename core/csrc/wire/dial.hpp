@@ -37,15 +37,17 @@ struct DialOptions {
     std::shared_ptr<const TlsClient> tls = nullptr;  // all that follows is inside TLS; null: plain
     // Instead of connecting to the address by TCP: the address is then only a name for errors.
     std::function<Result<Fd>()> connect = nullptr;
-    std::vector<Fd>* fds = nullptr;  // receives those that come with the WELCOME, on a Unix socket
-    bool* refused = nullptr;         // set where the other side answered, and by an ERROR
-    std::string* instead = nullptr;  // receives host:port that such an ERROR names, with a proof
+    std::vector<Fd>* fds = nullptr;         // receives those that come with the WELCOME, on a Unix socket
+    bool* refused = nullptr;                // set where the other side answered, and by an ERROR
+    std::string* instead = nullptr;         // receives host:port that such an ERROR names, with a proof
+    VersionRange versions = kWireVersions;  // of the wire format, that are spoken here
 };
 
 struct Dialed {
     Fd fd;  // blocking, with timeout_ms as its receive and send timeouts
     std::unique_ptr<TlsStream> tls;
     Incarnation incarnation{};
+    uint16_t version = kVersion;     // of the wire format, the highest that both sides speak
     std::vector<std::byte> welcome;  // the service's own part of WELCOME
     std::string peer;
 };

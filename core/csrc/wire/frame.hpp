@@ -1,7 +1,11 @@
 // The frame: what travels on every Moonpool connection (docs/wire.md has the byte tables). Little-endian.
 //
 //   0  u32 magic "MPL1"   4  u8 version   5  u8 kind   6  u16 flags
-//   8  u32 payload bytes  12 u32 zero     16 u64 request id, echoed by the answer
+//   8  u32 payload bytes  12 u16 lowest, u16 highest   16 u64 request id, echoed by the answer
+//
+// lowest and highest: in CHALLENGE and AUTH the versions of the wire format that the sender speaks, by which
+// both sides take the same one; zero elsewhere, and in those of the release before, which speaks version 1.
+// `version` is that of the header, 1 in each release; in AUTH alone it is the version that the caller took.
 //
 // Reader and Writer never read or write outside their span; a Reader that ran short stays failed (`ok()`), so
 // that a parser can check once at the end.
@@ -17,13 +21,17 @@
 #include <vector>
 
 #include "base/utf8.hpp"
+#include "wire/version_range.hpp"
 
 namespace moonpool {
 
 static_assert(std::endian::native == std::endian::little, "the wire format is read and written in place");
 
-inline constexpr uint32_t kMagic = 0x314C504D;  // "MPL1"
-inline constexpr uint8_t kVersion = 1;
+inline constexpr uint32_t kMagic = 0x314C504D;      // "MPL1"
+inline constexpr uint8_t kVersion = 1;              // of the header
+inline constexpr VersionRange kWireVersions{1, 1};  // that this release speaks
+inline constexpr const char* kWireFormat = "the wire format";
+static_assert(kWireVersions.highest <= UINT8_MAX, "AUTH says the version that was taken in a byte");
 
 enum class Kind : uint8_t {
     kError = 1,      // u16 code, text: the connection (request id 0) or the request failed
@@ -82,7 +90,8 @@ struct FrameHeader {
     Kind kind = Kind::kError;
     uint16_t flags = 0;
     uint32_t length = 0;
-    uint32_t zero = 0;
+    uint16_t lowest = 0;
+    uint16_t highest = 0;
     uint64_t request_id = 0;
 };
 static_assert(sizeof(FrameHeader) == 24);
@@ -182,6 +191,50 @@ inline size_t begin_frame(std::vector<std::byte>& out, Kind kind, uint16_t flags
 inline void finish_frame(std::vector<std::byte>& out, size_t at) {
     auto length = static_cast<uint32_t>(out.size() - at - sizeof(FrameHeader));
     std::memcpy(out.data() + at + offsetof(FrameHeader, length), &length, sizeof(length));
+}
+
+// ---- the versions of a CHALLENGE or an AUTH
+
+// Starts such a frame. version: of an AUTH, the one that was taken.
+inline size_t begin_handshake_frame(std::vector<std::byte>& out, Kind kind, uint64_t request_id,
+                                    VersionRange own, uint16_t version = kVersion) {
+    size_t at = begin_frame(out, kind, 0, request_id);
+    Writer w(out);
+    w.number_at(at + offsetof(FrameHeader, version), static_cast<uint8_t>(version));
+    w.number_at(at + offsetof(FrameHeader, lowest), own.lowest);
+    w.number_at(at + offsetof(FrameHeader, highest), own.highest);
+    return at;
+}
+
+// Of a caller that speaks no version of the CHALLENGE: no body, for the sentence of the other side's
+// operator.
+inline std::vector<std::byte> auth_without_version(VersionRange own) {
+    std::vector<std::byte> out;
+    finish_frame(out, begin_handshake_frame(out, Kind::kAuth, 1, own, own.lowest));
+    return out;
+}
+
+// A peer that says no range speaks the one version of its header.
+inline VersionRange versions_of(const FrameHeader& header) {
+    if (header.lowest == 0 && header.highest == 0) return {header.version, header.version};
+    return {header.lowest, header.highest};
+}
+
+// What the caller of a connection took, when the AUTH came.
+inline Result<uint16_t> agree_on_auth(const FrameHeader& auth, const Speaker& own) {
+    const Speaker caller{"the caller", versions_of(auth)};
+    Result<uint16_t> version = agree(own, caller, kWireFormat);
+    if (version && *version != auth.version) {
+        return Error{Code::kProtocol, "the caller took version " + std::to_string(auth.version) +
+                                          " of the wire format, and version " + std::to_string(*version) +
+                                          " is the highest that both speak"};
+    }
+    return version;
+}
+
+// Of a frame whose header is of another version: its sender says no range, and speaks that one alone.
+inline Error other_version(const FrameHeader& header, const Speaker& own, const std::string& peer) {
+    return none_in_common(own, {peer, {header.version, header.version}}, kWireFormat);
 }
 
 }  // namespace moonpool

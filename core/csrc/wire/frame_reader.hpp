@@ -69,10 +69,9 @@ inline std::optional<Error> unfit(const FrameHeader& header, uint32_t bytes_max,
         return Error{Code::kProtocol,
                      "a frame does not start with the magic number; the connection is closed"};
     }
-    if (header.version != kVersion) {
-        return Error{Code::kProtocol, std::string("this ") + process + " speaks version " +
-                                          std::to_string(kVersion) + " of the wire format, the caller " +
-                                          std::to_string(header.version) + "; run adjacent releases"};
+    // agree_on_auth() judges what an AUTH says.
+    if (header.version != kVersion && header.kind != Kind::kAuth) {
+        return other_version(header, {std::string("this ") + process, kWireVersions}, "the caller");
     }
     if (header.length > bytes_max) {
         return Error{Code::kTooLarge, "a frame of " + std::to_string(header.length) +

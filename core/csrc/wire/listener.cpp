@@ -231,7 +231,7 @@ void Listener::forget(const PendingConnection& pending) {
 
 bool Listener::challenge(PendingConnection& pending) {
     std::vector<std::byte> frame;
-    size_t at = begin_frame(frame, Kind::kChallenge, 0, 0);
+    size_t at = begin_handshake_frame(frame, Kind::kChallenge, 0, options_.versions);
     Writer w(frame);
     w.bytes(pending.nonce.data(), pending.nonce.size());
     w.bytes(options_.incarnation.data(), options_.incarnation.size());
@@ -282,14 +282,11 @@ bool Listener::on_readable(PendingConnection& pending) {
             if (header.magic != kMagic) {
                 return refuse(pending, Code::kProtocol, "a frame does not start with the magic number");
             }
-            if (header.version != kVersion) {
-                return refuse(pending, Code::kProtocol,
-                              "this process speaks version " + std::to_string(kVersion) +
-                                  " of the wire format, the caller " + std::to_string(header.version) +
-                                  "; run adjacent releases");
-            }
             if (header.kind != Kind::kAuth) {
                 return refuse(pending, Code::kProtocol, "a frame came before the handshake");
+            }
+            if (Result<uint16_t> version = agree_on_auth(header, own()); !version) {
+                return refuse(pending, version.error().code, version.error().text);
             }
             if (header.length > options_.limits.handshake_bytes) {
                 return refuse(pending, Code::kTooLarge,
@@ -324,8 +321,9 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
     Nonce client_nonce;
     std::memcpy(client_nonce.data(), client_nonce_bytes.data(), client_nonce.size());
     std::string covered = mac_tenant(tenant, service);
-    std::optional<Proved> proved = prove_access(mac, options_.token, options_.tenants.get(), pending.nonce,
-                                                client_nonce, options_.incarnation, tenant, covered);
+    std::optional<Proved> proved =
+        prove_access(mac, options_.token, options_.tenants.get(), pending.nonce, client_nonce,
+                     options_.incarnation, tenant, covered, header.version);
     if (std::string why = options_.token.take_trouble(); !why.empty()) {
         note(Level::kWarning, "token", pending, why);
     }
@@ -351,8 +349,9 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
         const std::string instead = unavailable && it->second.instead ? it->second.instead() : "";
         std::vector<std::byte> behind;
         if (!instead.empty()) {
-            const Mac mac = handshake_mac(Role::kNode, proved->secret, pending.nonce, client_nonce,
-                                          options_.incarnation, mac_instead(covered, instead));
+            const Mac mac =
+                handshake_mac(Role::kNode, proved->secret, pending.nonce, client_nonce, options_.incarnation,
+                              mac_instead(covered, instead), header.version);
             Writer w(behind);
             w.text16(instead);
             w.bytes(mac.data(), mac.size());
@@ -360,7 +359,7 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
         return refuse(pending, welcome.error().code, welcome.error().text, "", behind);
     }
     Mac proof = handshake_mac(Role::kNode, proved->secret, pending.nonce, client_nonce, options_.incarnation,
-                              covered);
+                              covered, header.version);
     std::vector<std::byte> frame;
     size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, header.request_id);
     Writer w(frame);
@@ -370,7 +369,8 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
     if (!send_now(pending.fd.get(), pending.tls.get(), frame)) return false;
     loop_->remove(pending.key);  // before another thread has the socket
     it->second.serve(AuthenticatedConnection{std::move(pending.fd), std::move(tenant),
-                                             std::move(pending.peer), std::move(pending.tls), access});
+                                             std::move(pending.peer), std::move(pending.tls), access,
+                                             header.version});
     return false;
 }
 

@@ -41,6 +41,7 @@ struct AuthenticatedConnection {
     std::string peer;
     std::unique_ptr<TlsStream> tls;  // null: plain
     Access access{};
+    uint16_t version = kVersion;  // of the wire format, the highest that both sides speak
 };
 
 // All run on the listener's thread: serve() hands the socket to another thread and returns at once.
@@ -65,6 +66,7 @@ struct ListenerOptions {
     std::shared_ptr<Journal> journal = nullptr;           // of refused callers; null: they are only counted
     std::shared_ptr<const TenantKeys> tenants = nullptr;  // null: the cluster token alone opens the services
     std::vector<Fd> sockets{};  // that listen at the addresses already, in their order; none: new ones
+    VersionRange versions = kWireVersions;  // of the wire format, that are spoken here
 };
 
 struct ListenerCounters {
@@ -149,6 +151,8 @@ class Listener {
     bool secure(PendingConnection& pending);
     bool challenge(PendingConnection& pending);
     bool on_readable(PendingConnection& pending);
+    Speaker own() const { return {"this process", options_.versions}; }
+    // Behind agree_on_auth(): the version of the header is the one that both sides take.
     bool on_auth(PendingConnection& pending, const FrameHeader& header, Reader body);
     bool refuse(PendingConnection& pending, Code code, const std::string& text, const std::string& noted = {},
                 std::span<const std::byte> behind = {});

@@ -43,14 +43,15 @@ bool TenantKeys::stands(std::string_view tenant, const Access& access) const {
 
 std::optional<TenantKeys::Found> TenantKeys::find(std::string_view mac, const Nonce& node_nonce,
                                                   const Nonce& client_nonce, const Incarnation& incarnation,
-                                                  std::string_view tenant, std::string_view covered) const {
+                                                  std::string_view tenant, std::string_view covered,
+                                                  uint16_t version) const {
     const Rows all = rows();
     auto own = all->find(tenant);
     if (own == all->end()) return std::nullopt;
     for (const Row& row : own->second) {
         for (const Key& key : row.keys) {
-            Mac expected =
-                handshake_mac(Role::kClient, key.secret, node_nonce, client_nonce, incarnation, covered);
+            Mac expected = handshake_mac(Role::kClient, key.secret, node_nonce, client_nonce, incarnation,
+                                         covered, version);
             if (!equal_constant_time(expected, bytes_of(mac))) continue;
             return Found{key.secret, Access{.is_cluster = false, .role = row.role, .key = key.digest}};
         }
@@ -65,12 +66,13 @@ bool TenantKeys::empty() const { return rows()->empty(); }
 std::optional<Proved> prove_access(std::string_view mac, const Secrets& token, const TenantKeys* tenants,
                                    const Nonce& node_nonce, const Nonce& client_nonce,
                                    const Incarnation& incarnation, std::string_view tenant,
-                                   std::string_view covered) {
+                                   std::string_view covered, uint16_t version) {
     const auto secrets = token.now();
-    const std::string* secret = proved_by(mac, *secrets, node_nonce, client_nonce, incarnation, covered);
+    const std::string* secret =
+        proved_by(mac, *secrets, node_nonce, client_nonce, incarnation, covered, version);
     if (secret != nullptr) return Proved{*secret, Access{}};
     if (tenants == nullptr) return std::nullopt;
-    auto found = tenants->find(mac, node_nonce, client_nonce, incarnation, tenant, covered);
+    auto found = tenants->find(mac, node_nonce, client_nonce, incarnation, tenant, covered, version);
     if (!found) return std::nullopt;
     return Proved{std::move(found->key), found->access};
 }

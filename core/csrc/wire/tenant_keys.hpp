@@ -44,7 +44,7 @@ class TenantKeys {
     // Which key of the tenant the client proved by that mac; nothing: none.
     std::optional<Found> find(std::string_view mac, const Nonce& node_nonce, const Nonce& client_nonce,
                               const Incarnation& incarnation, std::string_view tenant,
-                              std::string_view covered) const;
+                              std::string_view covered, uint16_t version) const;
     bool has(std::string_view tenant) const;  // a row of that tenant
     bool empty() const;
 
@@ -80,7 +80,7 @@ struct Proved {
 std::optional<Proved> prove_access(std::string_view mac, const Secrets& token, const TenantKeys* tenants,
                                    const Nonce& node_nonce, const Nonce& client_nonce,
                                    const Incarnation& incarnation, std::string_view tenant,
-                                   std::string_view covered);
+                                   std::string_view covered, uint16_t version);
 
 // The refusal of such a caller: what it is told, which is the same for a wrong key and for a tenant that has
 // none, so that no stranger learns the tenants' names; and what the operator reads. remedy: of a wrong token.

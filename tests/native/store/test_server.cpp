@@ -508,7 +508,7 @@ TEST_CASE("server: questions that waited for the backlog are answered though no 
     Incarnation life;
     std::memcpy(node_nonce.data(), body.data(), node_nonce.size());
     std::memcpy(life.data(), body.data() + node_nonce.size(), life.size());
-    Mac mac = handshake_mac(Role::kClient, kToken, node_nonce, nonce, life, "default");
+    Mac mac = handshake_mac(Role::kClient, kToken, node_nonce, nonce, life, "default", kVersion);
     std::vector<std::byte> frames;
     size_t at = begin_frame(frames, Kind::kAuth, 0, 1);
     Writer w(frames);

@@ -135,16 +135,18 @@ TEST_CASE("tenant keys: a proof is of one tenant, one service and one connection
     keys.replace({{"a", TenantRole::kWriter, {kWriter}}, {"b", TenantRole::kWriter, {kWriter}}});
     Nonce node = random_nonce(), client = random_nonce();
     Incarnation life = random_incarnation();
-    Mac mac = handshake_mac(Role::kClient, kWriter, node, client, life, mac_tenant("a", "directory"));
+    Mac mac =
+        handshake_mac(Role::kClient, kWriter, node, client, life, mac_tenant("a", "directory"), kVersion);
     std::string_view shown(reinterpret_cast<const char*>(mac.data()), mac.size());
     auto found = [&](const Nonce& nonce, std::string_view tenant, std::string_view service) {
-        return keys.find(shown, nonce, client, life, tenant, mac_tenant(tenant, service)).has_value();
+        return keys.find(shown, nonce, client, life, tenant, mac_tenant(tenant, service), kVersion)
+            .has_value();
     };
     CHECK(found(node, "a", "directory"));
     CHECK_FALSE(found(node, "b", "directory"));
     CHECK_FALSE(found(node, "a", "store"));
     CHECK_FALSE(found(random_nonce(), "a", "directory"));
-    CHECK_FALSE(keys.find({}, node, client, life, "a", mac_tenant("a", "directory")).has_value());
+    CHECK_FALSE(keys.find({}, node, client, life, "a", mac_tenant("a", "directory"), kVersion).has_value());
 }
 
 TEST_CASE("tenant keys: one key replaces another, and is withdrawn") {

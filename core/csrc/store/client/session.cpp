@@ -380,8 +380,10 @@ Status Session::receive_header(FrameHeader& header) {
 
 Status Session::check_header(const FrameHeader& header) {
     if (header.magic == kMagic && header.version == kVersion) return success();
-    return lost({Code::kProtocol,
-                 peer_ + " does not speak version " + std::to_string(kVersion) + " of the wire format"});
+    if (header.magic != kMagic) {
+        return lost({Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"});
+    }
+    return lost(other_version(header, {"this process", kWireVersions}, peer_));
 }
 
 Status Session::call(Kind kind, const Build& build, const Parse& parse, int timeout_ms) {

@@ -44,6 +44,7 @@ struct ClientOptions {
     std::optional<Incarnation> incarnation{};   // of the node; another life of it is not taken
     std::shared_ptr<const TlsClient> tls;       // to the node's master; null: plain
     std::shared_ptr<const TlsClient> data_tls;  // to nodes of other hosts; null: plain
+    VersionRange versions = kWireVersions;      // of the wire format, that are spoken here
 };
 
 // A connection to the Unix socket of a node of this host, before the handshake.
@@ -155,7 +156,7 @@ class Session {
     }
 
     // At the socket.
-    Status handshake(const std::string& secret, const std::string& tenant, SharedMemory& memory)
+    Status handshake(const std::string& secret, const ClientOptions& options, SharedMemory& memory)
         REQUIRES(io_mutex_);
     Status wait(short events) REQUIRES(io_mutex_);
     // As recvmsg(2) and sendmsg(2) on a socket that blocks for waits_ms_. TLS may keep a part of what was

@@ -122,7 +122,7 @@ Status Session::connect_here(const ClientOptions& options, SharedMemory& memory)
         Result<Fd> fd = connect_to_node(options, opening_->end, opening_->given_up);
         if (!fd) return fd.error();
         fd_ = std::move(*fd);
-        status = handshake(secret, options.tenant, memory);
+        status = handshake(secret, options, memory);
         if (status || !is_wrong_token(status.error())) break;
     }
     return status;
@@ -137,6 +137,7 @@ Status Session::connect_remote(const ClientOptions& options) {
                    std::max(1, left_ms(opening_->end)),
                    ""};
     to.given_up = opening_->given_up;
+    to.versions = options.versions;
     to.tls = options.data_tls;
     Result<Dialed> dialed = moonpool::dial(to);
     if (!dialed) return dialed.error();
@@ -154,7 +155,9 @@ Status Session::connect_remote(const ClientOptions& options) {
     return success();
 }
 
-Status Session::handshake(const std::string& secret, const std::string& tenant, SharedMemory& memory) {
+Status Session::handshake(const std::string& secret, const ClientOptions& options, SharedMemory& memory) {
+    const std::string& tenant = options.tenant;
+    const VersionRange versions = options.versions;
     FrameHeader header;
     if (Status status = receive_frame(header, nullptr); !status) return status;
     Reader challenge(body_);
@@ -165,15 +168,21 @@ Status Session::handshake(const std::string& secret, const std::string& tenant, 
     if (header.kind != Kind::kChallenge || !challenge.done()) {
         return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
     }
+    Result<uint16_t> version = agree({"this process", versions}, {peer_, versions_of(header)}, kWireFormat);
+    if (!version) {
+        out_ = auth_without_version(versions);
+        (void)send_all(out_.data(), out_.size());
+        return version.error();
+    }
     std::memcpy(node_nonce.data(), nonce.data(), nonce.size());
     std::memcpy(incarnation_.data(), incarnation.data(), incarnation.size());
 
     // Ours goes into both proofs, so neither can be a recorded one. The roles in them differ: a node
     // cannot be made to answer for a client.
     Nonce client_nonce = random_nonce();
-    Mac mac = handshake_mac(Role::kClient, secret, node_nonce, client_nonce, incarnation_, tenant);
+    Mac mac = handshake_mac(Role::kClient, secret, node_nonce, client_nonce, incarnation_, tenant, *version);
     out_.clear();
-    size_t at = begin_frame(out_, Kind::kAuth, 0, next_request_);
+    size_t at = begin_handshake_frame(out_, Kind::kAuth, next_request_, versions, *version);
     Writer w(out_);
     w.text16(tenant);
     w.bytes(client_nonce.data(), client_nonce.size());
@@ -191,7 +200,8 @@ Status Session::handshake(const std::string& secret, const std::string& tenant, 
         return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
     }
     // Until this holds the descriptors above are some process's, and nothing is mapped.
-    Mac expected = handshake_mac(Role::kNode, secret, node_nonce, client_nonce, incarnation_, tenant);
+    Mac expected =
+        handshake_mac(Role::kNode, secret, node_nonce, client_nonce, incarnation_, tenant, *version);
     if (!equal_constant_time(expected,
                              std::span(reinterpret_cast<const uint8_t*>(proof.data()), proof.size()))) {
         return Error{Code::kAuth,

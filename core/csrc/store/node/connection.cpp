@@ -59,7 +59,7 @@ Connection::~Connection() {
 }
 
 bool Connection::greet() {
-    size_t at = begin_frame(out_, Kind::kChallenge, 0, 0);
+    size_t at = begin_handshake_frame(out_, Kind::kChallenge, 0, server_.options_.versions);
     Writer w(out_);
     w.bytes(nonce_.data(), nonce_.size());
     w.bytes(server_.incarnation_.data(), server_.incarnation_.size());
@@ -244,6 +244,11 @@ bool Connection::check_key() {
 }
 
 bool Connection::on_auth(const FrameHeader& header, Reader body) {
+    Result<uint16_t> version = agree_on_auth(header, {"this node", server_.options_.versions});
+    if (!version) {
+        count(server_.metrics_.protocol_errors_total);
+        return fail(version.error().code, version.error().text);
+    }
     std::string_view tenant = body.text16();
     std::string_view client_nonce_bytes = body.bytes(32);
     std::string_view mac = body.bytes(32);
@@ -256,8 +261,9 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     // the proof, and the service.
     std::string covered = service.empty() ? std::string(tenant) : mac_tenant(tenant, service);
     const ServerOptions& options = server_.options_;
-    std::optional<Proved> proved = prove_access(mac, options.token, options.tenants.get(), nonce_,
-                                                client_nonce, server_.incarnation_, tenant, covered);
+    std::optional<Proved> proved =
+        prove_access(mac, options.token, options.tenants.get(), nonce_, client_nonce, server_.incarnation_,
+                     tenant, covered, *version);
     if (std::string why = options.token.take_trouble(); !why.empty()) {
         server_.journal_->note(Level::kWarning, "token", "unix", why);
     }
@@ -272,8 +278,8 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
         count(server_.metrics_.auth_failures_total);
         return fail(Code::kAuth, "this node has no such tenant");
     }
-    auto proof =
-        handshake_mac(Role::kNode, proved->secret, nonce_, client_nonce, server_.incarnation_, covered);
+    auto proof = handshake_mac(Role::kNode, proved->secret, nonce_, client_nonce, server_.incarnation_,
+                               covered, *version);
     if (std::optional<Range> range = relayed_range(kServiceDirectory, service))
         return on_auth_for_master(header, tenant, *range, proof, proved->access);
     if (!service.empty()) return fail(Code::kAuth, "this node has no such service");

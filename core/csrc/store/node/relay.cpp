@@ -114,6 +114,7 @@ class RelayLink final : public EventHandler, public std::enable_shared_from_this
     // Welcomes the process, or refuses it, or lets it wait for what the attempt under way brings.
     void greet(RelayClient& client);
     uint64_t life() const { return file_ ? life_ : 0; }  // for the WELCOME
+    uint16_t version() const { return version_; }        // of the wire format, to the master
     Result<Fd> members_fd() const { return file_->read_only_fd(); }
     // Nothing: the question is on its way.
     std::optional<Error> ask(const RelayTable::Asked& asked, uint32_t wait_ms, Reader body);
@@ -146,6 +147,7 @@ class RelayLink final : public EventHandler, public std::enable_shared_from_this
     ControlSocket socket_;
     ClosedInChildren closed_in_children_{socket_.fd};
     std::string peer_;
+    uint16_t version_ = kVersion;  // of the wire format, that it takes
     FrameReader in_;
     Outgoing out_;
     RelayTable table_;
@@ -253,6 +255,7 @@ void RelayClient::welcome() {
     Writer w(frame);
     w.bytes(proof_.data(), proof_.size());
     w.number(members.valid() ? life : 0);
+    w.number(link_->version());
     link_->masters().write(w);
     finish_frame(frame, at);
     iovec part{frame.data(), frame.size()};
@@ -378,6 +381,7 @@ void RelayLink::dialed(Result<Dialed>& dialed) {
     if (dialed) {
         socket_ = {std::move(dialed->fd), std::move(dialed->tls), relay_.options_.timeout_ms};
         peer_ = dialed->peer;
+        version_ = dialed->version;
         in_.clear();
         out_ = {};
         events_ = EPOLLIN;

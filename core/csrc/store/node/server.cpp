@@ -136,8 +136,8 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     }
     if (o.listen.empty()) return server;
     // Bound here, so that a port in use is said before any memory is reserved.
-    ListenerOptions door{o.listen,         o.token,   server->incarnation_,        o.limits, o.data_tls,
-                         server->journal_, o.tenants, server->handed_tcp_sockets()};
+    ListenerOptions door{o.listen,         o.token,   server->incarnation_,         o.limits,  o.data_tls,
+                         server->journal_, o.tenants, server->handed_tcp_sockets(), o.versions};
     Result<std::unique_ptr<Listener>> listener = Listener::create(std::move(door));
     if (!listener) return listener.error();
     server->listener_ = std::move(*listener);

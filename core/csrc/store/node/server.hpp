@@ -56,6 +56,7 @@ struct ServerOptions {
     std::vector<PoolOptions> pools;
     LimitsByTenant tenant_limits;  // of some of them
     Limits limits;
+    VersionRange versions = kWireVersions;                // of the wire format, that are spoken here
     uint64_t scrub_bytes_per_s = 64ull << 20;             // 0: no scrub
     std::vector<std::string> listen;                      // TCP addresses, host:port; none: this host only
     std::shared_ptr<const TlsServer> data_tls = nullptr;  // their connections are inside TLS; null: plain

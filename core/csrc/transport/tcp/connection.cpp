@@ -341,13 +341,22 @@ bool Connection::on_hello(const FrameHeader& header, Reader body) {
         answer_error(header.request_id, Code::kAuth, ShutOut::error().text);
         return true;
     }
+    Result<uint16_t> version =
+        agree({"the engine that is called", kEngineVersions}, {"the caller", hello->versions}, kEngineFormat);
+    if (!version) {
+        if (const auto& journal = target_.context().options.journal) {
+            journal->note(Level::kWarning, "protocol_refused", peer_, version.error().text);
+        }
+        answer_error(header.request_id, version.error().code, version.error().text);
+        return true;
+    }
     Target::Name name{hello->segment, hello->channel};
     if (!target_.enlist(name, shared_from_this())) return false;
     name_ = name;
     greeted_ = true;
     peer_name_ = hello->name;
     std::vector<std::byte> out;
-    Writer(out).number(kEngineVersion);
+    Writer(out).number(*version);
     answer(header, out);
     return true;
 }

@@ -34,9 +34,12 @@ Result<Contact> Transport::call(const std::string& address) {
     made.connections_max = options.connections_per_peer;
     if (options.frame_bytes != 0) channel.frame_bytes = options.frame_bytes;
     auto link = std::make_shared<Link>(made, context_.loops, context_.waiters, counters_, context_.counters);
-    if (Status status = link->adopt(std::move(*dialed)); !status) {
-        return status.error();
+    Status status = link->adopt(std::move(*dialed));
+    // Without a version in common the HELLO was sent all the same: by it the target heard of this engine's.
+    if (info->version == 0) {
+        return none_in_common({"this engine", kEngineVersions}, {address, info->versions}, kEngineFormat);
     }
+    if (!status) return status.error();
     return Contact{std::move(*info), std::move(link)};
 }
 
