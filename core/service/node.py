@@ -56,7 +56,7 @@ from moonpool.core.service.service_process import (
     json_response,
     run_until_signal,
 )
-from moonpool.core.service.take_over import VERSION, Facts, Offer, Predecessor, find_predecessor
+from moonpool.core.service.take_over import VERSIONS, Facts, Offer, Predecessor, find_predecessor
 from moonpool.core.service.tenant_keys import tenants_of
 
 if TYPE_CHECKING:
@@ -333,13 +333,14 @@ class Node(ServiceProcess["_native.Server"]):
             refused = "it is being drained"
         http = [] if self._http is None else [each.fileno() for each in self._http.listening]
         facts = Facts(
-            VERSION,
+            VERSIONS.lowest,
             os.getpid(),
             self._settings_in_common(),
             self.advertise,
             refused,
             len(http),
             self.config.node.dram,
+            VERSIONS.highest,
         )
         return facts, [self._claim.lock, *http]
 

@@ -34,8 +34,10 @@ import msgspec
 from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError, Error, ProtocolError, Unavailable
 from moonpool.core.service.peer_user import is_same_user
+from moonpool.core.version_range import VersionRange
 
-VERSION = 1  # of the messages; that of the description is the native server's
+VERSIONS = VersionRange(1, 1)  # of messages and description, that this release speaks
+WHAT = "the take-over"
 DESCRIPTORS_MAX = 200  # in one packet; the kernel's limit is 253
 PACKET_BYTES_MAX = 64 << 10
 ANSWER_S = 5.0  # for the first words
@@ -54,8 +56,10 @@ _log = logging.getLogger("moonpool.node")
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the running node says of itself. settings: by their names, those that both processes must have
-    alike; dram: of them, node.dram in bytes; refused: why it cannot be taken over now, else empty.
+    """What the running node says of itself. version, highest: the lowest and the highest version that it
+    speaks, of which the new process takes the highest in common; highest 0: of a release before ranges, which
+    speaks ``version`` alone. settings: by their names, those that both processes must have alike;
+    dram: of them, node.dram in bytes; refused: why it cannot be taken over now, else empty.
     http_sockets: descriptors of its pages."""
 
     version: int
@@ -65,6 +69,12 @@ class Facts(msgspec.Struct, frozen=True):
     refused: str = ""
     http_sockets: int = 0
     dram: int = 0
+    highest: int = 0
+
+    @property
+    def versions(self) -> VersionRange:
+        """That the running node speaks."""
+        return VersionRange(self.version, self.highest or self.version)
 
 
 class Predecessor:
@@ -193,11 +203,9 @@ def find_predecessor(path: Path) -> Predecessor | None:
             raise _refusal(f"{where} is served by a process of another user")
         packet, numbers = _receive(connection)
         facts = msgspec.json.decode(packet, type=Facts)
-        if facts.version != VERSION:
-            raise _refusal(
-                f"the running node hands over in version {facts.version}, and this release knows {VERSION}: "
-                f"stop it and start this one"
-            )
+        if VERSIONS.common(facts.versions) is None:
+            why = VERSIONS.none_in_common("this release", facts.versions, "the running node", WHAT)
+            raise _refusal(f"{why}; or stop the running node and start this one")
         if len(numbers) != 1 + facts.http_sockets:
             raise _refusal(facts.refused or "the running node sent no descriptors")
         return Predecessor(connection, path, facts, numbers)

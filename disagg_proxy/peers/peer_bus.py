@@ -29,11 +29,12 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.service import zmq_curve
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.zmq_liveness import notice_vanished_host
+from moonpool.core.version_range import VersionRange
 from moonpool.disagg_proxy.peers.peer_clock import PeerClock
 from moonpool.disagg_proxy.peers.settings import PeerSettings, endpoint
 from moonpool.disagg_proxy.peers.wire import (
     CHANGES_MAX,
-    VERSION,
+    VERSIONS,
     BlocksExpected,
     Change,
     Head,
@@ -41,6 +42,7 @@ from moonpool.disagg_proxy.peers.wire import (
     decode_changes,
     decode_head,
     encode,
+    version_for,
 )
 
 _TICK_S = 0.1  # also the pause between two attempts to bind an address in use
@@ -79,6 +81,7 @@ class _Peer:
     dialed_s: float = 0.0  # when that was changed
     asked_s: float = 0.0
     clock: PeerClock = field(default_factory=PeerClock)
+    reads: VersionRange | None = None  # None: it was not heard
 
 
 class PeerBus:
@@ -259,9 +262,17 @@ class PeerBus:
     def _send(self, kind: Kind, changes: list[Change]) -> None:
         self._sequence += 1
         self._beat_sent_s = self._clock()
-        self._pub.send_multipart(
-            encode(Head(VERSION, self.name, self._sequence, kind, self._wall()), changes)
+        readers = [peer.reads for peer in self._peers.values() if peer.sender != self.name]
+        head = Head(
+            version_for(readers),
+            self.name,
+            self._sequence,
+            kind,
+            self._wall(),
+            VERSIONS.lowest,
+            VERSIONS.highest,
         )
+        self._pub.send_multipart(encode(head, changes))
 
     def _on_subscriptions(self) -> None:
         while True:
@@ -299,6 +310,7 @@ class PeerBus:
             if head.sender != peer.sender:
                 self._forget(peer, "has started anew")
             peer.sender = head.sender
+            peer.reads = head.reads
             peer.twin = any(
                 other.sender == head.sender and not other.twin
                 for other in self._peers.values()
@@ -342,6 +354,7 @@ class PeerBus:
             )
             self._lost(peer.sender)
         peer.sender, peer.whole, peer.twin, peer.clock = "", False, False, PeerClock()
+        peer.reads = None
 
     def _resolve(self) -> None:
         """Connects to new addresses, and disconnects from those that are gone."""

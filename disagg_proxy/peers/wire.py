@@ -5,15 +5,22 @@
 A state has all requests that the sender has in flight and replaces what was known of it. Engines are named by
 the operator, or by HOST:PORT, since each proxy numbers its engines differently.
 The site tells whether two engines of one name are one engine (host_identity.py); an older proxy sends none.
+
+Messages go to all proxies at once, so a proxy sends the highest version that all of them read
+(``version_for``); each says in its heads which it reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 import msgspec
 
-VERSION = 1
+from moonpool.core.version_range import VersionRange
+
+VERSIONS = VersionRange(1, 1)  # that this proxy reads and writes
+WHAT = "the messages between proxies"
 CHANGES_MAX = 1024  # changes in one message
 
 
@@ -26,13 +33,22 @@ class Kind(IntEnum):
 
 class Head(msgspec.Struct, array_like=True, frozen=True):
     """Head of a message. sender: random id of one run of a proxy. sequence: grows by one with each
-    message. sent_at: seconds since 1970 by the sender's clock; 0.0: an older proxy, which does not say."""
+    message. sent_at: seconds since 1970 by the sender's clock; 0.0: an older proxy, which does not say.
+    version: of this message. lowest, highest: versions that the sender reads; 0: an older proxy, which reads
+    ``version``."""
 
     version: int
     sender: str
     sequence: int
     kind: int
     sent_at: float = 0.0
+    lowest: int = 0
+    highest: int = 0
+
+    @property
+    def reads(self) -> VersionRange:
+        """The versions that the sender reads."""
+        return VersionRange.said(self.version, self.lowest, self.highest)
 
 
 class Sent(msgspec.Struct, array_like=True, tag=0, frozen=True):
@@ -105,11 +121,20 @@ def decode_head(frame: bytes) -> Head:
         head = _head.decode(frame)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"no head of a proxy's message: {error}") from error
-    if head.version != VERSION or head.kind not in (Kind.CHANGES, Kind.STATE):
-        raise ValueError(
-            f"a message of version {head.version}, kind {head.kind}; this proxy speaks {VERSION}"
-        )
+    if head.version not in VERSIONS:
+        if VERSIONS.common(head.reads) is not None:
+            raise ValueError(f"it sent version {head.version} before it had heard of this proxy")
+        raise ValueError(VERSIONS.none_in_common("this proxy", head.reads, "that one", WHAT))
+    if head.kind not in (Kind.CHANGES, Kind.STATE):
+        raise ValueError(f"a message of kind {head.kind}")
     return head
+
+
+def version_for(readers: Iterable[VersionRange | None], own: VersionRange = VERSIONS) -> int:
+    """The highest version that all ``readers`` read. None: a proxy that was not heard, which may be of the
+    release before. One that reads none of ``own`` does not count: it tells its operator."""
+    common = (own.lowest if reader is None else own.common(reader) for reader in readers)
+    return min((version for version in common if version is not None), default=own.highest)
 
 
 def decode_changes(frame: bytes) -> list[Change]:

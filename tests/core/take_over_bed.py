@@ -170,7 +170,7 @@ class OfferBed:
         self._file = os.memfd_create("description")
         self._offer = take_over.Offer(
             self.path,
-            lambda: (take_over.Facts(take_over.VERSION, os.getpid(), {}, ""), [self._file]),
+            lambda: (take_over.Facts(take_over.VERSIONS.lowest, os.getpid(), {}, ""), [self._file]),
             give=lambda: (os.dup(self._file), [self._file]),
             take_back=lambda: self.done.append("taken back"),
             close_events=lambda: self.events(),

@@ -27,7 +27,7 @@ from moonpool.core.service.drain import DrainRequest
 from moonpool.core.service.http_get import get_json
 from moonpool.core.service.node import Node
 from moonpool.core.service.published_events import local_nodes
-from moonpool.core.service.take_over import VERSION, Facts, Offer, find_predecessor
+from moonpool.core.service.take_over import Facts, Offer, find_predecessor
 from moonpool.core.store.keys import Ranges, block_digests, block_name
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventSource
@@ -365,9 +365,22 @@ def _is_busy(offer: OfferBed) -> bool:
     return False
 
 
-def test_another_release_is_refused_by_its_version(runtime: Path) -> None:
+@pytest.mark.parametrize(
+    ("lowest", "highest", "refusal"),
+    [
+        (1, 0, None),  # of the release before, which says one version
+        (1, 1, None),
+        (1, 2, None),
+        (2, 0, "the running node version 2, none in common; upgrade this release"),
+        (2, 3, "the running node versions 2 to 3, none in common; upgrade this release"),
+        (0, 0, "the running node version 0, none in common; upgrade the running node"),
+    ],
+)
+def test_a_running_node_of_another_release(
+    runtime: Path, lowest: int, highest: int, refusal: str | None
+) -> None:
     path = paths.node_socket("a")
-    facts = Facts(VERSION + 1, 1, {}, "")
+    facts = Facts(lowest, 1, {}, "", highest=highest)
     with open(os.devnull, "rb") as lock, ExitStack() as stack:
         offer = Offer(
             path,
@@ -378,7 +391,12 @@ def test_another_release_is_refused_by_its_version(runtime: Path) -> None:
             let_go=lambda: None,
         )
         stack.callback(offer.close)
-        with pytest.raises(ConfigError, match=f"hands over in version {VERSION + 1}"):
+        if refusal is None:
+            predecessor = find_predecessor(path)
+            assert predecessor is not None
+            predecessor.close()
+            return
+        with pytest.raises(ConfigError, match=f"this release speaks version 1 of the take-over, {refusal}"):
             find_predecessor(path)
 
 

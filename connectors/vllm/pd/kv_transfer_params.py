@@ -23,8 +23,12 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from moonpool.core.config.cluster_token import secrets_of
+from moonpool.core.version_range import VersionRange
 
-VERSION = 1
+# An offer goes one way, so prefill writes a version that decode engines of the release before read, too. What
+# is new within it is a field with a default, as tp_size, which they pass over.
+READS = VersionRange(1, 1)
+WRITES = 1
 LEASE_BITS = 53  # an integer that every JSON reader keeps
 TRANSFER_ID_MAX = 256
 LEFT = "its request is gone"  # why a prompt is not taken: as a rule its client left
@@ -162,8 +166,11 @@ def parse_decode(params: Mapping[str, Any] | None, token: bytes) -> Source | Non
     except msgspec.ValidationError as error:
         raise Unusable(f"kv_transfer_params cannot be read: {error}") from error
     hand = two.moonpool.handover
-    if hand.version != VERSION:
-        raise Unusable(f"the prefill engine speaks version {hand.version} of the hand-over, not {VERSION}")
+    if hand.version not in READS:
+        written = VersionRange(hand.version, hand.version)
+        raise Unusable(
+            READS.none_in_common("this decode engine", written, "the prefill engine", "hand-over offers")
+        )
     offer = Offer(
         engine_id=two.remote_engine_id,
         ranks=tuple(hand.ranks),
@@ -220,7 +227,7 @@ def answer_of(offer: Offer, token: bytes, *, request_id: str) -> dict[str, Any]:
         "tp_size": offer.tp_size,
         "moonpool": {
             "handover": {
-                "version": VERSION,
+                "version": WRITES,
                 "ranks": list(offer.ranks),
                 "lease": offer.lease,
                 "slot": offer.slot,

@@ -17,7 +17,17 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.service import zmq_curve
 from moonpool.disagg_proxy.peers.peer_bus import PeerBus
 from moonpool.disagg_proxy.peers.settings import PeerSettings
-from moonpool.disagg_proxy.peers.wire import VERSION, BlocksExpected, Change, Gone, Head, Kind, Sent, encode
+from moonpool.disagg_proxy.peers.wire import (
+    VERSIONS,
+    BlocksExpected,
+    Change,
+    Gone,
+    Head,
+    Kind,
+    Sent,
+    decode_head,
+    encode,
+)
 from tests.token_file import NEW, OLD, STEPS, TokenFile, is_refused
 
 DEADLINE_S = 20.0
@@ -251,7 +261,7 @@ def test_a_gap_and_nonsense_are_noticed_and_mended(at: Callable[[str], str]) -> 
     proxy = Proxy(at("a"), at("fake"), silent_s=DEADLINE_S)
 
     def say(sequence: int, kind: Kind, *changes: Change, sent_at: float = 0.0) -> None:
-        pub.send_multipart(encode(Head(VERSION, "fake", sequence, kind, sent_at), list(changes)))
+        pub.send_multipart(encode(Head(VERSIONS.highest, "fake", sequence, kind, sent_at), list(changes)))
 
     def sent(request: int) -> Sent:
         return Sent(request, "e0", "e0", 5, 0, 0, 1.0, False)
@@ -275,6 +285,26 @@ def test_a_gap_and_nonsense_are_noticed_and_mended(at: Callable[[str], str]) -> 
         proxy.wait_for({2})
         assert proxy.lags_s[-1] == 0.25
         assert proxy.bus.stats()[at("fake")]["lag_seconds"] == pytest.approx(0.025)
+    context.destroy(0)
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (1, 1), (1, 2)], ids=["before", "same", "next"])
+def test_a_proxy_of_an_adjacent_release(at: Callable[[str], str], lowest: int, highest: int) -> None:
+    """It is heard, and hears in a version that it reads which ones this one reads."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pub, sub = context.socket(zmq.XPUB), context.socket(zmq.SUB)
+    pub.bind(at("fake"))
+    proxy = Proxy(at("a"), at("fake"))
+    sub.subscribe(b"")
+    sub.connect(at("a"))
+    with proxies(proxy):
+        assert pub.poll(int(DEADLINE_S * 1000))
+        sent = Sent(1, "e0", "e0", 5, 0, 0, 1.0, False)
+        pub.send_multipart(encode(Head(1, "fake", 1, Kind.STATE, 0.0, lowest, highest), [sent]))
+        proxy.wait_for({1})
+        assert sub.poll(int(DEADLINE_S * 1000))
+        head = decode_head(sub.recv_multipart()[0])
+        assert (head.version, head.lowest, head.highest) == (1, 1, 1)
     context.destroy(0)
 
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from moonpool._native import LastReport
+from moonpool.core.version_range import VersionRange
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
@@ -17,7 +18,7 @@ from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome, 
 from moonpool.disagg_proxy.peers.inflight_feed import InflightFeed, sent
 from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
 from moonpool.disagg_proxy.peers.wire import (
-    VERSION,
+    VERSIONS,
     Begun,
     BlocksExpected,
     Change,
@@ -29,6 +30,7 @@ from moonpool.disagg_proxy.peers.wire import (
     decode_changes,
     decode_head,
     encode,
+    version_for,
 )
 from moonpool.disagg_proxy.settings import parse_engines
 
@@ -261,8 +263,8 @@ def test_every_change_comes_through_the_wire() -> None:
         Gone(1),
         BlocksExpected("e0", 64, b"0123456789abcdef", "here:1"),
     ]
-    head, body = encode(Head(VERSION, "me", 7, Kind.STATE), changes)
-    assert decode_head(head) == Head(VERSION, "me", 7, Kind.STATE)
+    head, body = encode(Head(VERSIONS.highest, "me", 7, Kind.STATE), changes)
+    assert decode_head(head) == Head(VERSIONS.highest, "me", 7, Kind.STATE)
     assert decode_changes(body) == changes
 
 
@@ -281,12 +283,35 @@ def test_a_proxy_that_does_not_say_where_engines_are_is_understood() -> None:
 def test_bytes_that_lie_are_refused(seed: int) -> None:
     random_ = random.Random(seed)
     print("seed", seed)
-    head, body = encode(Head(VERSION, "me", 7, Kind.CHANGES), [Sent(1, "e0", "e1", 5, 3, 2, 1.5, True)])
+    head, body = encode(
+        Head(VERSIONS.highest, "me", 7, Kind.CHANGES), [Sent(1, "e0", "e1", 5, 3, 2, 1.5, True)]
+    )
     for _ in range(2000):
         for whole, decode in ((head, decode_head), (body, decode_changes)):
             broken = bytearray(whole)
             broken[random_.randrange(len(broken))] = random_.randrange(256)
             with contextlib.suppress(ValueError):
                 decode(bytes(broken[: random_.randrange(len(broken) + 1)]))
-    with pytest.raises(ValueError, match="this proxy speaks 1"):
-        decode_head(encode(Head(9, "me", 7, 0), [])[0])
+
+
+def test_proxies_of_adjacent_releases_send_what_all_of_them_read() -> None:
+    one, both, two, later = (VersionRange(*each) for each in ((1, 1), (1, 2), (2, 2), (2, 3)))
+    assert version_for([], both) == 2
+    assert version_for([both, two, later], both) == 2
+    assert version_for([both, one], both) == 1
+    assert version_for([both, None], both) == 1  # not heard yet: it may be of the release before
+    assert version_for([both, VersionRange(3, 3)], both) == 2
+    assert version_for([one], two) == 2  # that one refuses it, and tells its operator
+
+    def refusal(version: int, lowest: int, highest: int) -> str:
+        with pytest.raises(ValueError, match="version") as caught:
+            decode_head(encode(Head(version, "me", 7, Kind.STATE, 0.0, lowest, highest), [])[0])
+        return str(caught.value)
+
+    own = "this proxy speaks version 1 of the messages between proxies, that one"
+    assert refusal(2, 2, 3).startswith(f"{own} versions 2 to 3, none in common; upgrade this proxy")
+    assert refusal(2, 0, 0).startswith(f"{own} version 2, none in common; upgrade this proxy")
+    assert refusal(0, 0, 0).startswith(f"{own} version 0, none in common; upgrade that one")
+    assert refusal(2, 1, 2) == "it sent version 2 before it had heard of this proxy"
+    assert decode_head(encode(Head(1, "me", 7, Kind.STATE, 0.0, 1, 2), [])[0]).reads == both
+    assert decode_head(encode(Head(1, "me", 7, Kind.STATE), [])[0]).reads == one

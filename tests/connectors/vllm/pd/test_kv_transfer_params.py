@@ -154,7 +154,8 @@ def test_other_connectors_and_versions() -> None:
     with pytest.raises(Unusable, match="not made by this connector"):
         parse_decode({key: value for key, value in params.items() if key != "moonpool"}, TOKEN)
     params["moonpool"]["handover"]["version"] = 2
-    with pytest.raises(Unusable, match="version 2"):
+    sentence = "this decode engine speaks version 1 of hand-over offers, the prefill engine version 2"
+    with pytest.raises(Unusable, match=f"{sentence}, none in common; upgrade this decode engine"):
         parse_decode(params, TOKEN)
 
 
