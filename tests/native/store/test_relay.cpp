@@ -13,7 +13,9 @@
 #include "directory/questions.hpp"
 #include "store/client/node_client.hpp"
 #include "store/node/server.hpp"
+#include "wire/address.hpp"
 #include "wire/dial.hpp"
+#include "wire/listener.hpp"
 
 using namespace moonpool;
 using namespace moonpool::testing;
@@ -103,6 +105,49 @@ void write_members(std::vector<std::byte>& out, uint64_t id) {
 }
 
 }  // namespace
+
+TEST_CASE("a process that does not speak the version in which its node asks the master asks it itself") {
+    auto master = serve();
+    ListenerOptions door;
+    door.addresses = {"127.0.0.1:0"};
+    door.token = kToken;
+    door.incarnation = random_incarnation();
+    std::unique_ptr<Listener> node = std::move(*Listener::create(std::move(door)));
+    std::atomic<int> callers{0};
+    node->offer(std::string(kServiceDirectory),
+                Service{[](std::string_view) -> Result<std::vector<std::byte>> {
+                            std::vector<std::byte> welcome;
+                            Writer(welcome).number(uint64_t{0});
+                            Writer(welcome).number(static_cast<uint16_t>(kVersion + 1));
+                            return welcome;
+                        },
+                        [&callers](AuthenticatedConnection) { ++callers; }});
+    REQUIRE(node->start().ok());
+    const std::string node_at = node->addresses().front();
+    DirectoryClientOptions options;
+    options.master = master->addresses().front();
+    options.token = kToken;
+    options.timeout_ms = 4000;
+    options.members_ms = 0;
+    options.relay = {"the node", [node_at] { return connect_tcp(node_at, 4000); }, [] { return true; }};
+    DirectoryClient client(options);
+    CHECK(client.members(true).ok());
+    CHECK(gauge(master->snapshot(), "connections_clients") == 1);
+    CHECK(until([&] { return callers == 1; }));
+    node->stop();
+}
+
+TEST_CASE("a node says in which version it asks the master") {
+    auto master = serve();
+    auto node = make_node(master->addresses().front());
+    REQUIRE(until([&] { return raw(*node).ok(); }));
+    Result<Dialed> dialed = raw(*node);
+    REQUIRE(dialed.ok());
+    Reader welcome(dialed->welcome);
+    (void)welcome.number<uint64_t>();
+    CHECK(welcome.number<uint16_t>() == kVersion);
+    CHECK(welcome.done());
+}
 
 TEST_CASE("processes of a node ask the master over one connection, each what it wants to know") {
     auto master = serve();
