@@ -215,7 +215,7 @@ def header_of(data: bytes) -> tuple[Frame, int]:
     magic, version, kind, flags, size, versions, request_id = HEADER.unpack(data)
     assert magic == MAGIC
     assert version == VERSION or kind == AUTH
-    assert versions == 0 or kind in (CHALLENGE, AUTH)
+    assert versions == 0 or kind in (CHALLENGE, AUTH, WELCOME)
     return Frame(kind, flags, request_id, b"", version, (versions & 0xFFFF, versions >> 16)), size
 
 

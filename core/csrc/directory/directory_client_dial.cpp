@@ -101,11 +101,9 @@ Result<Dialed> DirectoryClient::dial_any(bool only_node, std::optional<ByNode>& 
         Result<Dialed> dialed = dial(to);
         if (dialed) {
             Reader welcome(dialed->welcome);
-            const auto life = welcome.number<uint64_t>();
-            // In which version the master takes what the node passes on; a node of the release before ends.
-            const auto version = welcome.left() != 0 ? welcome.number<uint16_t>() : uint16_t{kVersion};
+            const uint16_t version = dialed->version;
             if (to.versions.holds(version)) {
-                by_node.emplace().life = life;
+                by_node.emplace().life = welcome.number<uint64_t>();
                 if (fds.size() == 1) by_node->members = std::move(fds.front());
             } else {
                 dialed = none_in_common({"this process", to.versions}, {"the master", {version, version}},

@@ -47,7 +47,9 @@ struct Dialed {
     Fd fd;  // blocking, with timeout_ms as its receive and send timeouts
     std::unique_ptr<TlsStream> tls;
     Incarnation incarnation{};
-    uint16_t version = kVersion;     // of the wire format, the highest that both sides speak
+    // Of the wire format: the highest that both sides speak; by a node that relays, that of its way to the
+    // master.
+    uint16_t version = kVersion;
     std::vector<std::byte> welcome;  // the service's own part of WELCOME
     std::string peer;
 };

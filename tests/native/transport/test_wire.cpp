@@ -60,6 +60,8 @@ std::vector<std::byte> with(const std::function<void(Writer&)>& write) {
     return out;
 }
 
+constexpr size_t kLowestBytes = 2;  // at the end of HELLO and WELCOME: the lowest version
+
 }  // namespace
 
 TEST_CASE("engine wire: the examples of the page") {
@@ -117,7 +119,6 @@ TEST_CASE("engine wire: the examples of the page") {
 }
 
 TEST_CASE("engine wire: offers and the lowest version stand behind what older engines read and say") {
-    constexpr size_t kLowestBytes = 2;
     PeerInfo info;
     info.name = "A";
     info.versions = {2, 9};
@@ -193,6 +194,7 @@ TEST_CASE("engine wire: what is cut off, too long or out of order is not read") 
         std::vector<std::byte> body = body_of(example(caption));
         bool regions = caption[0] == 'R';
         for (size_t size = 0; size < body.size(); ++size) {
+            if (!regions && size == body.size() - kLowestBytes) continue;  // as of the release before
             std::vector<std::byte> part(body.begin(), body.begin() + static_cast<long>(size));
             Reader r(part);
             if (regions) (void)r.number<uint64_t>();

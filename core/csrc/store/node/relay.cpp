@@ -253,9 +253,11 @@ void RelayClient::welcome() {
     std::vector<std::byte> frame;
     size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, auth_id_);
     Writer w(frame);
+    // In which version the master takes what is passed on.
+    w.number_at(at + offsetof(FrameHeader, lowest), link_->version());
+    w.number_at(at + offsetof(FrameHeader, highest), link_->version());
     w.bytes(proof_.data(), proof_.size());
     w.number(members.valid() ? life : 0);
-    w.number(link_->version());
     link_->masters().write(w);
     finish_frame(frame, at);
     iovec part{frame.data(), frame.size()};
