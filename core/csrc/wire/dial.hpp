@@ -35,12 +35,12 @@ struct DialOptions {
     std::string interface;                           // a network device, empty: the route decides
     const std::atomic<bool>* given_up = nullptr;     // set by another thread: dial() fails at once
     std::shared_ptr<const TlsClient> tls = nullptr;  // all that follows is inside TLS; null: plain
+    VersionRange versions = kWireVersions;           // of the wire format, that are spoken here
     // Instead of connecting to the address by TCP: the address is then only a name for errors.
     std::function<Result<Fd>()> connect = nullptr;
-    std::vector<Fd>* fds = nullptr;         // receives those that come with the WELCOME, on a Unix socket
-    bool* refused = nullptr;                // set where the other side answered, and by an ERROR
-    std::string* instead = nullptr;         // receives host:port that such an ERROR names, with a proof
-    VersionRange versions = kWireVersions;  // of the wire format, that are spoken here
+    std::vector<Fd>* fds = nullptr;  // receives those that come with the WELCOME, on a Unix socket
+    bool* refused = nullptr;         // set where the other side answered, and by an ERROR
+    std::string* instead = nullptr;  // receives host:port that such an ERROR names, with a proof
 };
 
 struct Dialed {
