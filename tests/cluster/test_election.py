@@ -262,6 +262,7 @@ def test_an_owner_acknowledges_no_removal_by_a_standby_that_the_key_does_not_nam
     owner = elected.owner()
     assert owner is not None
     until(lambda: elected.names_as_standby(1 - owner), ELECTED_S)
+    elected.masters[2].said("this master has a standby already")  # it has read the key
     os.kill(elected.etcd.pid, signal.SIGSTOP)
     elected.masters[1 - owner].kill()  # if it were cut off instead, it could take over once etcd goes on
     until(lambda: master_metric(elected.hosts[owner], "standbys_lost_total") == 1, ELECTED_S)
