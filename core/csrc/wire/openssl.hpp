@@ -12,6 +12,7 @@
 struct ssl_st;
 struct ssl_ctx_st;
 struct bio_st;
+struct bio_method_st;
 
 namespace moonpool {
 
@@ -56,19 +57,25 @@ using OpenSslAlpn = int(ssl_st*, const unsigned char** chosen, unsigned char* ch
     X(int, SSL_get_error, (const ssl_st*, int))                                            \
     X(int, SSL_pending, (const ssl_st*))                                                   \
     X(long, SSL_get_verify_result, (const ssl_st*))
-#define MOONPOOL_CRYPTO_FUNCTIONS(X)                                  \
-    X(bio_st*, BIO_new, (const void*))                                \
-    X(const void*, BIO_s_mem, ())                                     \
-    X(int, BIO_read, (bio_st*, void*, int))                           \
-    X(int, BIO_write, (bio_st*, const void*, int))                    \
-    X(size_t, BIO_ctrl_pending, (bio_st*))                            \
-    X(unsigned long, ERR_get_error, ())                               \
-    X(unsigned long, ERR_peek_last_error, ())                         \
-    X(void, ERR_clear_error, ())                                      \
-    X(const char*, ERR_reason_error_string, (unsigned long))          \
-    X(const char*, X509_verify_cert_error_string, (long))             \
-    X(int, X509_VERIFY_PARAM_set1_host, (void*, const char*, size_t)) \
-    X(int, X509_VERIFY_PARAM_set1_ip_asc, (void*, const char*))       \
+#define MOONPOOL_CRYPTO_FUNCTIONS(X)                                                 \
+    X(int, BIO_get_new_index, ())                                                    \
+    X(bio_method_st*, BIO_meth_new, (int, const char*))                              \
+    X(int, BIO_meth_set_read, (bio_method_st*, int (*)(bio_st*, char*, int)))        \
+    X(int, BIO_meth_set_write, (bio_method_st*, int (*)(bio_st*, const char*, int))) \
+    X(int, BIO_meth_set_ctrl, (bio_method_st*, long (*)(bio_st*, int, long, void*))) \
+    X(bio_st*, BIO_new, (const bio_method_st*))                                      \
+    X(void, BIO_set_init, (bio_st*, int))                                            \
+    X(void, BIO_set_data, (bio_st*, void*))                                          \
+    X(void*, BIO_get_data, (bio_st*))                                                \
+    X(void, BIO_set_flags, (bio_st*, int))                                           \
+    X(void, BIO_clear_flags, (bio_st*, int))                                         \
+    X(unsigned long, ERR_get_error, ())                                              \
+    X(unsigned long, ERR_peek_last_error, ())                                        \
+    X(void, ERR_clear_error, ())                                                     \
+    X(const char*, ERR_reason_error_string, (unsigned long))                         \
+    X(const char*, X509_verify_cert_error_string, (long))                            \
+    X(int, X509_VERIFY_PARAM_set1_host, (void*, const char*, size_t))                \
+    X(int, X509_VERIFY_PARAM_set1_ip_asc, (void*, const char*))                      \
     X(void, X509_VERIFY_PARAM_set_hostflags, (void*, unsigned))
 
 class OpenSsl {

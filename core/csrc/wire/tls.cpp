@@ -1,13 +1,16 @@
 // OpenSSL is opened at run time, so this file declares the constants that it needs itself. Each stream has
-// two memory BIOs: bytes from the socket are written to in_ and decrypted from there, what is encrypted
-// collects in out_ and goes to the socket by flush(). OpenSSL never touches a descriptor.
+// one BIO of its own (Wire), which OpenSSL reads from and writes to: give() receives from the socket into
+// OpenSSL's own buffer, keep() collects what is encrypted in sending_, which goes to the socket by flush().
+// OpenSSL never touches a descriptor. Memory BIOs in their place would copy each byte two times more.
 //
 // The error queue of OpenSSL belongs to the thread: it is cleared before each call whose result is
 // examined, or an error of another connection on this thread would be taken for this one's.
 //
-// The state of a record being read: have_ counts the bytes of it that have been given to in_, header
-// included; header_ holds its first five bytes, whose last two are the length. Between two records it counts
-// what came of the next one's header along with the first.
+// OpenSSL may ask for one record each time (listen()); behind it give() says that there is no more, so that
+// records without text are counted here. The state of the record being read: have_ counts the bytes of it
+// that came from the socket, header included; header_ holds its first five bytes, whose last two are the
+// length, and given_ counts those that OpenSSL has. Between two records have_ counts what came of the next
+// one's header along with the first.
 #include "wire/tls.hpp"
 
 #include <arpa/inet.h>
@@ -17,6 +20,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "wire/address.hpp"
@@ -35,10 +39,12 @@ constexpr int kPem = 1, kErrorWantRead = 2, kErrorZeroReturn = 6;
 constexpr int kVerifyPeer = 1, kVerifyMust = 2;
 constexpr unsigned kHostFlags = 0x04 | 0x20;  // no partial wildcards; alternative names, never the subject
 constexpr long kNotYetValid = 9, kExpired = 10, kHostMismatch = 62, kIpMismatch = 64;
+constexpr int kBioSource = 0x0400, kBioFlush = 11, kBioFlags = 0x0F, kBioReadAgain = 0x01 | 0x08;
 constexpr unsigned long kAlert = 1000;  // a reason above it is an alert of the other side
 
 // More than any cipher adds to a record; a length beyond it is no TLS.
 constexpr size_t kRecordOverheadMax = 2048;
+constexpr size_t kRecordUsualOverhead = 64;  // of what is current; others cost one more copy
 constexpr uint8_t kTlsAlert = 21;
 // What a caller may show before it is known: a chain has some thousand bytes.
 constexpr long kCallerCertificatesMax = 32 << 10;
@@ -154,77 +160,173 @@ Result<ssl_ctx_st*> client_context(const OpenSsl& lib, const TlsFiles& files) {
 
 }  // namespace
 
+// The BIO of a stream. OpenSSL calls it within SSL_do_handshake, SSL_read, SSL_write and SSL_shutdown, on the
+// thread that called those.
+struct TlsStream::Wire {
+    static int read(bio_st* bio, char* into, int size) {
+        TlsStream& self = of(bio);
+        self.lib_.BIO_clear_flags(bio, kBioFlags);
+        int n = self.give(reinterpret_cast<std::byte*>(into), static_cast<size_t>(std::max(size, 0)));
+        // Also at the end of the socket's bytes: OpenSSL would take that for an error of its own.
+        if (n <= 0) self.lib_.BIO_set_flags(bio, kBioReadAgain);
+        return n;
+    }
+    static int write(bio_st* bio, const char* from, int size) {
+        TlsStream& self = of(bio);
+        self.lib_.BIO_clear_flags(bio, kBioFlags);
+        const auto* bytes = reinterpret_cast<const std::byte*>(from);
+        return self.keep(bytes, static_cast<size_t>(std::max(size, 0))) ? size : -1;
+    }
+    static long control(bio_st*, int what, long, void*) { return what == kBioFlush ? 1 : 0; }
+
+    // One for the process, as OpenSSL is. Null: no memory.
+    static const bio_method_st* method(const OpenSsl& lib) {
+        static const bio_method_st* const kept = [&lib] {
+            bio_method_st* made = lib.BIO_meth_new(lib.BIO_get_new_index() | kBioSource, "moonpool");
+            if (made == nullptr) return made;
+            lib.BIO_meth_set_read(made, read);
+            lib.BIO_meth_set_write(made, write);
+            lib.BIO_meth_set_ctrl(made, control);
+            return made;
+        }();
+        return kept;
+    }
+
+   private:
+    static TlsStream& of(bio_st* bio) {
+        // BIO_get_data is a function of the one OpenSSL that there is.
+        return *static_cast<TlsStream*>((*OpenSsl::get())->BIO_get_data(bio));
+    }
+};
+
 TlsStream::TlsStream(const OpenSsl& lib, ssl_st* ssl, const TlsUse& use, bool is_server, std::string name)
-    : lib_(lib),
-      ssl_(ssl),
-      use_(use),
-      in_(lib.BIO_new(lib.BIO_s_mem())),
-      out_(lib.BIO_new(lib.BIO_s_mem())),
-      is_server_(is_server),
-      name_(std::move(name)) {
-    lib_.SSL_set_bio(ssl_, in_, out_);
+    : lib_(lib), ssl_(ssl), use_(use), is_server_(is_server), name_(std::move(name)) {
+    const bio_method_st* method = Wire::method(lib_);
+    // Without memory for one, the handshake fails.
+    if (bio_st* bio = method == nullptr ? nullptr : lib_.BIO_new(method); bio != nullptr) {
+        lib_.BIO_set_data(bio, this);
+        lib_.BIO_set_init(bio, 1);
+        lib_.SSL_set_bio(ssl_, bio, bio);
+    }
     is_server ? lib_.SSL_set_accept_state(ssl_) : lib_.SSL_set_connect_state(ssl_);
 }
 
-// Frees the two BIOs as well; they belong to ssl_ since SSL_set_bio.
+// Frees the BIO as well; it belongs to ssl_ since SSL_set_bio.
 TlsStream::~TlsStream() { lib_.SSL_free(ssl_); }
 
-// What is missing of one record, from the socket to in_. 1: it is whole; 0: the other side has ended; else
-// errno.
-ssize_t TlsStream::read_record(int fd) {
-    // A peek at the first byte tells TLS from anything else and leaves it in the socket, so that a caller
-    // in plain can be answered in plain.
+// OpenSSL may ask for a record of that socket.
+void TlsStream::listen(int fd) {
+    fd_ = fd;
+    may_read_ = true;
+    stopped_ = 1;
+}
+
+int TlsStream::stop(ssize_t result, int error) {
+    stopped_ = result;
+    stopped_errno_ = error;
+    may_read_ = false;
+    return -1;
+}
+
+// A peek at the first byte tells TLS from anything else and leaves it in the socket, so that a caller in
+// plain can be answered in plain.
+bool TlsStream::began_with_tls() {
+    uint8_t first = 0;
+    ssize_t n = ::recv(fd_, &first, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (n <= 0) {
+        stop(n, errno);
+        return false;
+    }
+    spoke_ = first == kTlsHandshake || first == kTlsAlert;
     if (!spoke_) {
-        uint8_t first = 0;
-        ssize_t n = ::recv(fd, &first, 1, MSG_PEEK | MSG_DONTWAIT);
-        if (n <= 0) return n;
-        if (first != kTlsHandshake && first != kTlsAlert) {
-            not_tls_ = broken_ = true;
-            errno = EPROTO;
-            return -1;
-        }
-        spoke_ = true;
+        not_tls_ = broken_ = true;
+        stop(-1, EPROTO);
     }
+    return spoke_;
+}
+
+// Bytes of this one record, for OpenSSL, and never more but the header of the next, whose text then still
+// lies in the socket, where a poll sees it, or has yet to come. -1: none now.
+int TlsStream::give(std::byte* into, size_t size) {
     constexpr size_t kHeader = std::tuple_size_v<decltype(header_)>;
-    std::byte piece[kTlsRecordBytes + kRecordOverheadMax + kHeader];
-    for (;;) {
-        // Never more than the rest of this one record, and the header of the next, whose text then still lies
-        // in the socket, where a poll sees it, or has yet to come.
-        bool in_header = have_ < kHeader;
-        size_t length = size_t{header_[3]} << 8 | header_[4];
-        if (!in_header && length > kTlsRecordBytes + kRecordOverheadMax) {
-            broken_ = true;
-            errno = EPROTO;
-            return -1;
-        }
-        size_t missing = kHeader + (in_header ? 0 : length) - have_;
-        if (missing == 0) {  // a record without text
-            have_ = 0;
-            return 1;
-        }
-        ssize_t n = ::recv(fd, piece, in_header ? missing : missing + kHeader, MSG_DONTWAIT);
+    if (!may_read_ || size == 0) return -1;
+    if (!spoke_ && !began_with_tls()) return -1;
+    while (have_ < kHeader) {
+        ssize_t n = ::recv(fd_, header_.data() + have_, kHeader - have_, MSG_DONTWAIT);
         if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) return n;
-        auto got = static_cast<size_t>(n);
-        if (!in_header && is_server_ && header_[0] == kTlsHandshake &&
-            !hello_.fits(piece, std::min(got, missing))) {
-            broken_ = true;
-            errno = EPROTO;
-            return -1;
-        }
-        if (lib_.BIO_write(in_, piece, static_cast<int>(n)) != n) {
-            errno = ENOMEM;
-            return -1;
-        }
-        if (in_header || got < missing) {
-            if (in_header) std::memcpy(header_.data() + have_, piece, got);
-            have_ += got;
-            continue;
-        }
-        have_ = got - missing;
-        std::memcpy(header_.data(), piece + missing, have_);
-        return 1;
+        if (n <= 0) return stop(n, errno);
+        have_ += static_cast<size_t>(n);
     }
+    const size_t length = size_t{header_[3]} << 8 | header_[4];
+    if (length > kTlsRecordBytes + kRecordOverheadMax) {
+        broken_ = true;
+        return stop(-1, EPROTO);
+    }
+    if (given_ < kHeader) {
+        size_t n = std::min(size, kHeader - given_);
+        std::memcpy(into, header_.data() + given_, n);
+        given_ += n;
+        if (given_ == kHeader && length == 0) end_record(0);
+        return static_cast<int>(n);
+    }
+    const size_t missing = kHeader + length - have_, wanted = std::min(size, missing);
+    uint8_t next[kHeader];
+    iovec parts[2] = {{into, wanted}, {next, kHeader}};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = wanted == missing ? 2 : 1;
+    ssize_t n;
+    do {
+        n = ::recvmsg(fd_, &message, MSG_DONTWAIT);
+    } while (n < 0 && errno == EINTR);
+    if (n <= 0) return stop(n, errno);
+    const size_t got = static_cast<size_t>(n), own = std::min(got, wanted);
+    if (is_server_ && header_[0] == kTlsHandshake && !hello_.fits(into, own)) {
+        broken_ = true;
+        return stop(-1, EPROTO);
+    }
+    have_ += own;
+    if (own == missing) {
+        end_record(got - own);
+        std::memcpy(header_.data(), next, have_);
+    }
+    return static_cast<int>(own);
+}
+
+// OpenSSL has all of it; so many bytes of the next one came along.
+void TlsStream::end_record(size_t bytes_of_next) {
+    have_ = bytes_of_next;
+    given_ = 0;
+    may_read_ = false;
+}
+
+// Takes all of it, so that there is no partial write that OpenSSL would have to repeat. False: no memory;
+// an exception may not pass through OpenSSL.
+bool TlsStream::keep(const std::byte* from, size_t size) {
+    if (!make_room(size)) return false;
+    std::memcpy(sending_.get() + sending_bytes_, from, size);
+    sending_bytes_ += size;
+    return true;
+}
+
+// For so many bytes behind those that wait.
+bool TlsStream::make_room(size_t size) {
+    const size_t waiting = unsent_bytes();
+    if (waiting + size > sending_room_) {
+        const size_t room = std::max({waiting + size, 2 * sending_room_, kKeptBytes});
+        std::unique_ptr<std::byte[]> larger(new (std::nothrow) std::byte[room]);
+        if (larger == nullptr) return false;
+        if (waiting != 0) std::memcpy(larger.get(), sending_.get() + sent_, waiting);
+        sending_ = std::move(larger);
+        sending_room_ = room;
+    } else if (sending_bytes_ + size > sending_room_) {
+        std::memmove(sending_.get(), sending_.get() + sent_, waiting);
+    } else {
+        return true;
+    }
+    sending_bytes_ = waiting;
+    sent_ = 0;
+    return true;
 }
 
 // Keeps what error() needs to say the reason later; the first error in the queue is the cause, the last
@@ -241,22 +343,22 @@ TlsStream::Step TlsStream::fail() {
 
 TlsStream::Step TlsStream::handshake(int fd) {
     for (int records = 0; records < kEmptyRecordsMax; ++records) {
+        listen(fd);
         lib_.ERR_clear_error();
         int result = lib_.SSL_do_handshake(ssl_);
+        may_read_ = false;
         bool waits = result != 1 && lib_.SSL_get_error(ssl_, result) == kErrorWantRead;
         Step step = result == 1 ? Step::kDone : waits ? Step::kWait : fail();
-        // Also after a failure: the alert that tells the other side why is in out_.
+        // Also after a failure: the alert that tells the other side why is among what is unsent.
         if (!flush(fd) && errno != EAGAIN && step != Step::kFailed) {
             ended_ = true;
             return Step::kFailed;
         }
         if (step != Step::kWait) return step;
-        ssize_t n = read_record(fd);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return Step::kWait;
-        if (n <= 0) {
-            ended_ = n == 0 || errno != EPROTO;
-            return Step::kFailed;
-        }
+        if (stopped_ > 0) continue;  // that record was not the last
+        if (stopped_ < 0 && (stopped_errno_ == EAGAIN || stopped_errno_ == EINTR)) return Step::kWait;
+        ended_ = stopped_ == 0 || stopped_errno_ != EPROTO;
+        return Step::kFailed;
     }
     return Step::kWait;  // more lies in the socket, whose poll says so
 }
@@ -267,11 +369,11 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
     if (is_over()) return over();
     int want = static_cast<int>(std::min<size_t>(size, 1u << 30));
     for (int records = 0; records < kEmptyRecordsMax; ++records) {
-        if (records != 0 || lib_.SSL_pending(ssl_) == 0) {
-            if (ssize_t n = read_record(fd); n <= 0) return n;
-        }
+        stopped_ = 1;
+        if (records != 0 || lib_.SSL_pending(ssl_) == 0) listen(fd);
         lib_.ERR_clear_error();
         int n = lib_.SSL_read(ssl_, data, want);
+        may_read_ = false;
         if (n > 0) {
             textless_ = 0;
             return n;
@@ -285,6 +387,10 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
             fail();
             (void)flush(fd);  // the alert that tells the other side
             return over();
+        }
+        if (stopped_ <= 0) {
+            errno = stopped_errno_;
+            return stopped_;
         }
         if (++textless_ > kTextlessRecordsMax) {
             broken_ = true;
@@ -322,11 +428,16 @@ ssize_t TlsStream::receive(int fd, const iovec* parts, size_t n) {
     return all;
 }
 
-// Several records go to the socket at once: the other side is woken once for them. A memory BIO takes all of
-// a write, so there is no partial one to repeat.
+// Several records go to the socket at once: the other side is woken once for them.
 ssize_t TlsStream::send(int fd, const iovec* parts, size_t n) {
     if (broken_) return over();
     if (!flush(fd)) return -1;
+    size_t bytes = 0;
+    for (size_t i = 0; i < n && bytes < kSendBytes; ++i) bytes += parts[i].iov_len;
+    // Once for all of a batch, instead of with each record. Without memory keep() fails.
+    if (bytes > kTlsRecordBytes) {
+        (void)make_room(std::min(bytes, kSendBytes) + (kSendBytes / kTlsRecordBytes) * kRecordUsualOverhead);
+    }
     ssize_t all = 0;
     size_t batch = 0;
     for (size_t i = 0; i < n; ++i) {
@@ -344,55 +455,33 @@ ssize_t TlsStream::send(int fd, const iovec* parts, size_t n) {
             batch += static_cast<size_t>(took);
             if (batch < kSendBytes) continue;
             batch = 0;
-            if (!flush(fd)) return errno == EAGAIN ? all : -1;
+            if (!push(fd)) return errno == EAGAIN ? all : -1;
         }
     }
-    if (batch != 0 && !flush(fd) && errno != EAGAIN) return -1;
-    return all;
+    return flush(fd) || errno == EAGAIN ? all : -1;
 }
 
-// sending_ holds what was taken from out_; sent_ is how much of it the socket has. False with EAGAIN: the
-// rest goes with the next call.
+// As flush(), and keeps the memory.
+bool TlsStream::push(int fd) {
+    while (sent_ < sending_bytes_) {
+        ssize_t n = ::send(fd, sending_.get() + sent_, sending_bytes_ - sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return false;
+        sent_ += static_cast<size_t>(n);
+    }
+    sent_ = sending_bytes_ = 0;
+    return true;
+}
+
+// False with EAGAIN: the rest goes with the next call.
 bool TlsStream::flush(int fd) {
-    for (;;) {
-        while (sent_ < sending_bytes_) {
-            ssize_t n =
-                ::send(fd, sending_.get() + sent_, sending_bytes_ - sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
-            if (n < 0 && errno == EINTR) continue;
-            if (n < 0) return false;
-            sent_ += static_cast<size_t>(n);
-        }
-        size_t waiting = lib_.BIO_ctrl_pending(out_);
-        out_grew_ |= waiting > 2 * kTlsRecordBytes;
-        sent_ = sending_bytes_ = 0;
-        if (waiting == 0) {
-            if (sending_room_ > kKeptBytes) {
-                sending_.reset();
-                sending_room_ = 0;
-            }
-            return true;
-        }
-        if (waiting > sending_room_) {
-            sending_ = std::make_unique_for_overwrite<std::byte[]>(waiting);
-            sending_room_ = waiting;
-        }
-        int n = lib_.BIO_read(out_, sending_.get(), static_cast<int>(waiting));
-        sending_bytes_ = static_cast<size_t>(std::max(n, 0));
+    if (!push(fd)) return false;
+    if (sending_room_ > kKeptBytes) {
+        sending_.reset();
+        sending_room_ = 0;
     }
+    return true;
 }
-
-// OpenSSL's memory grows with what was written at once, and stays so.
-void TlsStream::shrink() {
-    if (!std::exchange(out_grew_, false)) return;
-    if (unsent()) {
-        out_grew_ = true;
-        return;
-    }
-    out_ = lib_.BIO_new(lib_.BIO_s_mem());
-    lib_.SSL_set_bio(ssl_, in_, out_);  // frees the one before, and keeps in_
-}
-
-size_t TlsStream::unsent_bytes() const { return sending_bytes_ - sent_ + lib_.BIO_ctrl_pending(out_); }
 
 void TlsStream::end(int fd) {
     lib_.ERR_clear_error();

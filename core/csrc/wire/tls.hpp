@@ -55,7 +55,7 @@ class TlsStream {
     ssize_t send(int fd, const iovec* parts, size_t n);
     bool flush(int fd);  // false: errno says why, EAGAIN when the socket has no room
     bool unsent() const { return unsent_bytes() != 0; }
-    size_t unsent_bytes() const;
+    size_t unsent_bytes() const { return sending_bytes_ - sent_; }
     // Tells the other side that nothing follows (close_notify), as far as the socket has room for it.
     void end(int fd);
     // The other side has said so: the end of its bytes is no cut.
@@ -64,8 +64,6 @@ class TlsStream {
     // Plain text that was received and not yet asked for; a poll of the socket does not tell of it.
     bool pending() const { return pending_bytes() != 0; }
     size_t pending_bytes() const;
-    // Gives back memory that many bytes at once took, where none of them wait any more.
-    void shrink();
     bool inside_record() const { return have_ != 0; }
     bool heard() const { return spoke_; }  // anything of the other side
     // What came first is no TLS; none of it was read.
@@ -83,7 +81,16 @@ class TlsStream {
     friend class TlsClient;
     TlsStream(const OpenSsl& lib, ssl_st* ssl, const TlsUse& use, bool is_server, std::string name);
 
-    ssize_t read_record(int fd);
+    // What OpenSSL calls when it wants or has bytes (tls.cpp).
+    struct Wire;
+    int give(std::byte* into, size_t size);
+    bool keep(const std::byte* from, size_t size);
+    bool make_room(size_t size);
+    bool push(int fd);
+    bool began_with_tls();
+    int stop(ssize_t result, int error);
+    void listen(int fd);
+    void end_record(size_t bytes_of_next);
     Step fail();
     bool is_over() const { return broken_ || ended_well_; }
     ssize_t over() const;
@@ -91,12 +98,17 @@ class TlsStream {
     const OpenSsl& lib_;
     ssl_st* ssl_;
     const TlsUse& use_;
-    bio_st* in_;  // both belong to ssl_
-    bio_st* out_;
     bool is_server_;
     std::string name_;  // that the server's certificate must be for
+    int fd_ = -1;       // of the call that is being made
+    // One record is OpenSSL's to ask for, and it has not had all of it yet.
+    bool may_read_ = false;
+    // Why the socket gave no more, as recv(2) says it: 0 its end, -1 the errno beside it; 1: it did not say.
+    ssize_t stopped_ = 1;
+    int stopped_errno_ = 0;
     std::array<uint8_t, 5> header_{};
     size_t have_ = 0;     // bytes of the record that is being read, header included
+    size_t given_ = 0;    // of its header, to OpenSSL
     TlsHello hello_;      // of a server's caller
     int textless_ = 0;    // records since the last with text
     bool spoke_ = false;  // the other side; it began with TLS
@@ -104,8 +116,7 @@ class TlsStream {
     bool ended_ = false;
     bool ended_well_ = false;
     bool broken_ = false;                   // for good: fail() has kept why
-    bool out_grew_ = false;                 // out_ has had many records at once
-    std::unique_ptr<std::byte[]> sending_;  // out of out_, on its way to the socket
+    std::unique_ptr<std::byte[]> sending_;  // of OpenSSL, on its way to the socket
     size_t sending_room_ = 0, sending_bytes_ = 0;
     size_t sent_ = 0;
     long verify_result_ = 0;

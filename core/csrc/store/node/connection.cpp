@@ -413,7 +413,6 @@ bool Connection::on_events(uint32_t events) {
 }
 
 bool Connection::on_tick(uint64_t now_ms) {
-    if (tls_ != nullptr) tls_->shrink();
     bool alive = check_deadlines(now_ms);
     if (!alive) server_.drop(fd());
     return alive;

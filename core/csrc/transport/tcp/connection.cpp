@@ -128,10 +128,7 @@ bool Connection::is_in_time(uint64_t now) {
     if (!card_work_.empty() || awaits_slot_ || awaits_fence_) return true;
     if (ended_) return now - ended_ms_ <= kEndedMs;
     if (!greeted_) return now - since_ms_ <= target_.context().options.limits.handshake_ms;
-    if (!is_inside()) {
-        pace_.restart(now);
-        if (tls_ != nullptr) tls_->shrink();
-    }
+    if (!is_inside()) pace_.restart(now);
     return !pace_.is_late(now);
 }
 
