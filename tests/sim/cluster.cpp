@@ -178,7 +178,7 @@ class Cluster {
         return is_write(o.kind) && (o.outcome == Operation::kDone || o.outcome == Operation::kPartly);
     }
 
-    // Which acknowledged writes nobody knows of any more. After each end of a node or a master, and now and
+    // Of which acknowledged writes no process knows any more. After each end of a node or a master, and now and
     // then, as those that know tell a new master, and a master tells nodes.
     void note_knowledge() {
         if (restarts_of_masters_ == 0) return;
