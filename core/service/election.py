@@ -235,6 +235,9 @@ class Election:
         now, before = standby.name if standby else "", record.standby.name if record.standby else ""
         if standby == record.standby:
             return self._server.set_elected_standby(now)
+        if standby is None:
+            # Also where the answer to the write is lost: any other master may enter itself behind the lease.
+            self._server.set_valid_for(self._valid_s())
         # While the key may have either content, one that only one of the two names does not count.
         if not self._server.set_elected_standby((now or before) if not (now and before) else None):
             return False

@@ -204,7 +204,7 @@ void SimMaster::tell_standby() {
 
 void SimMaster::release() {
     for (auto& [id, link] : links_) {
-        while (!link.held.empty() && pair_->is_heard(link.held.front().word)) {
+        while (!link.held.empty() && pair_->is_heard(link.held.front().word, now_ms())) {
             link.end->send(std::move(link.held.front().frames));
             link.held.pop_front();
         }

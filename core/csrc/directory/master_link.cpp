@@ -249,7 +249,7 @@ bool MasterLink::flush() {
         if (!socket_.flush()) return false;
         if (!socket_.unsent()) sent += kTlsRecordBytes;
     }
-    while (!held_.empty() && server_.pair_.is_heard(held_.front().word)) {
+    while (!held_.empty() && server_.pair_.is_heard(held_.front().word, now_ms())) {
         const std::vector<std::byte>& answer = held_.front().answer;
         out_.insert(out_.end(), answer.begin(), answer.end());
         held_bytes_ -= answer.size();

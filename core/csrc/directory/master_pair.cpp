@@ -78,7 +78,8 @@ MasterPair::Word MasterPair::word() const {
     return {attachment_, mirror.last() + (mirror.has_records() ? 1 : 0)};
 }
 
-bool MasterPair::is_heard(const Word& word) const {
+bool MasterPair::is_heard(const Word& word, uint64_t now_ms) const {
+    if (now_ms >= valid_until_ms_) return false;
     if (alone_) return true;
     if (!word_counts_) return false;
     const Mirror& mirror = master_.mirror();

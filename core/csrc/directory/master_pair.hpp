@@ -60,7 +60,7 @@ class MasterPair {
     std::optional<Error> why_no_orders(uint64_t now_ms) const;
     std::optional<Error> why_no_ends(uint64_t now_ms) const;  // of what was ordered
     Word word() const;
-    bool is_heard(const Word& word) const;
+    bool is_heard(const Word& word, uint64_t now_ms) const;  // and this owner may acknowledge it
     // The standby has heard more: true, the first time that it knows all.
     bool heard();
     bool is_frame_due(uint64_t now_ms);  // cut(frame_flags()) then

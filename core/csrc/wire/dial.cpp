@@ -289,8 +289,8 @@ Result<Dialed> dial_with(const std::string& secret, const DialOptions& options) 
                              std::span(reinterpret_cast<const uint8_t*>(proof.data()), proof.size()))) {
         return Error{Code::kAuth, options.address + " does not know the cluster token"};
     }
-    // Of a node that relays: in which version its master takes what it passes on.
-    if (header.lowest != 0) dialed.version = header.lowest;
+    // Of the own host's node, which relays: in which version its master takes what it passes on.
+    if (options.connect != nullptr && header.lowest != 0) dialed.version = header.lowest;
     dialed.welcome.assign(body.begin() + static_cast<ptrdiff_t>(sizeof(Mac)), body.end());
     return dialed;
 }

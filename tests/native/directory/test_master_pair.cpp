@@ -470,6 +470,15 @@ TEST_CASE("masters: an elected owner acknowledges no removal by a standby that t
     CHECK(until([&] { return remove(client, 4).ok(); }));
 }
 
+TEST_CASE("masters: an owner acknowledges nothing behind the time for which it is the owner") {
+    Master master(MasterLimits{}, 0, first_version(1000));
+    MasterPair pair(master, {}, 0);
+    CHECK(pair.is_heard(pair.word(), 1'000'000));
+    pair.set_valid_until(10);
+    CHECK(pair.is_heard(pair.word(), 9));
+    CHECK_FALSE(pair.is_heard(pair.word(), 10));
+}
+
 TEST_CASE("masters: a standby that is told nonsense asks for all again") {
     auto owner = serve();
     DialOptions to;
