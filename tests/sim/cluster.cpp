@@ -178,8 +178,8 @@ class Cluster {
         return is_write(o.kind) && (o.outcome == Operation::kDone || o.outcome == Operation::kPartly);
     }
 
-    // Of which acknowledged writes no process knows any more. After each end of a node or a master, and now and
-    // then, as those that know tell a new master, and a master tells nodes.
+    // Of which acknowledged writes no process knows any more. After each end of a node or a master, and now
+    // and then, as those that know tell a new master, and a master tells nodes.
     void note_knowledge() {
         if (restarts_of_masters_ == 0) return;
         for (size_t i = 0; i < history_.size(); ++i) {

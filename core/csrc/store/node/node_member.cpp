@@ -150,9 +150,11 @@ std::string NodeMember::masters() const {
     MutexLock lock(masters_mutex_);
     for (size_t range = 0; range < known_.size(); ++range) {
         std::vector<std::string> those = known_[range].configured();
-        for (const auto& to : masters_) {
-            if (to->range.index == range && to->learned && to->agent.state().joined)
-                those.push_back(to->agent.place());
+        for (const std::string& one : known_[range].learned()) {
+            const bool serves = std::ranges::any_of(masters_, [&](const auto& to) {
+                return to->range.index == range && to->agent.place() == one && to->agent.state().joined;
+            });
+            if (serves) those.push_back(one);
         }
         for (size_t i = 0; i < those.size(); ++i) list += (i != 0 ? "," : range != 0 ? ";" : "") + those[i];
     }

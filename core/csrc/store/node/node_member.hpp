@@ -78,7 +78,8 @@ class NodeMember {
         uint64_t beats;
     };
     std::vector<Settled> settled();
-    // Of all ranges, with those that were learned, as in ClusterOptions::master. Any thread, never waits.
+    // Of all ranges, with the learned ones that this node has joined, as in ClusterOptions::master. Any
+    // thread, never waits.
     std::string masters() const;
     // What the master of a range asks for; on any thread but the loop's. False when it was not done in time.
     bool drop(const Drops& drops, const Range& range = {});
