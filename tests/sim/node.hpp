@@ -69,8 +69,8 @@ class SimNode final : public Process {
     uint64_t objects_on_disk(const Range& range) const;
     void break_master_link();
 
-    // Groups of the stripes of which it had the manifest at its end, or dropped it by order of a master: no
-    // client frees them.
+    // Groups of the stripes of which it had the manifest at its end, dropped it by order of a master, or
+    // replaced it on its disk: no client frees them.
     const std::set<std::string>& lost_manifests() const { return lost_manifests_; }
     // What it has, in memory and on its disk, by name.
     void add_contents(Contents& all) const;
@@ -124,6 +124,7 @@ class SimNode final : public Process {
     void compare_disk();
     void compare_memory();
     std::set<std::string> manifests() const;  // the groups of their stripes
+    void note_replaced_on_disk(const std::string& name);
 
     // The store.
     void drop_caller(uint64_t id);

@@ -161,6 +161,7 @@ PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint3
     const uint32_t full = options_.full;
     if (replace && full != 0 && world_.random.below(100) < full) return PutOutcome::kRefused;
     if (replace) removals_->add(hash, given.value_or(kNoVersion));
+    if (replace) note_replaced_on_disk(name);
     std::optional<Extent> lease = pool.lease(bytes.size(), bytes.size());
     if (!lease) return PutOutcome::kRefused;
     Extent extent{lease->offset, bytes.size()};
@@ -177,6 +178,17 @@ PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint3
     pool.leases().close(lease->offset);
     if (stored && ssd_ != nullptr) stored_.emplace(name, bytes);
     return stored ? PutOutcome::kStored : PutOutcome::kRefused;
+}
+
+// Clients look for the manifest that they replace at their own node in the mapped memory alone.
+void SimNode::note_replaced_on_disk(const std::string& name) {
+    auto found = on_disk_alone(name);
+    for (auto it = stored_.lower_bound({name, ""}); found && it != stored_.end() && it->first == name; ++it) {
+        const std::string& bytes = it->second;
+        if (crc32c(0, bytes.data(), bytes.size()) != found->crc) continue;
+        auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), name);
+        if (manifest) lost_manifests_.insert(manifest->group_name());
+    }
 }
 
 std::optional<std::string> SimNode::read(const std::string& name) const {
