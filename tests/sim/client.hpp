@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,8 @@ class SimClient final : public Process {
     void run(Operation operation, std::function<void(const Operation&)> done);
     // striped.hpp. So many of a hundred keys have striped objects, always the same keys.
     void set_stripes(uint32_t percent) { stripes_ = percent; }
+    // Groups of the stripes of which a node has shown it the manifest that it removed.
+    const std::set<std::string>& shown_manifests() const { return shown_manifests_; }
     bool is_striped(uint32_t key) const { return (key / 2 * 61 + 30) % 100 < stripes_; }
     const std::vector<Finding>& findings() const { return findings_; }
     uint32_t range_of_key(uint32_t key) const;  // whose master it asks
@@ -165,6 +168,7 @@ class SimClient final : public Process {
     std::vector<SimNode*> nodes_;
     const Planted& planted_;
     uint32_t stripes_ = 0;
+    std::set<std::string> shown_manifests_;
     KeyHasher hash_;
     OwnPlace place_;
     std::vector<Line> lines_;

@@ -7,6 +7,7 @@
 #include "frames.hpp"
 #include "store/shared/descriptor.hpp"
 #include "store/shared/messages.hpp"
+#include "stripe_books.hpp"
 
 namespace moonpool::sim {
 
@@ -202,7 +203,7 @@ void SimClient::remove_at(const At& node, const CallRef& call, const std::vector
         w.text16(call->name);
         for (Version version : versions) w.number(version);
     };
-    ask(node, Kind::kRemove, build, [call, then](const Result<Bytes>& answer) {
+    ask(node, Kind::kRemove, build, [this, call, then](const Result<Bytes>& answer) {
         if (!answer) return then(answer.error());
         Reader r = body_of(*answer);
         r.number<uint32_t>();
@@ -210,6 +211,8 @@ void SimClient::remove_at(const At& node, const CallRef& call, const std::vector
         if (flag == kRemovedManifest) {
             std::string_view bytes = r.bytes(kManifestBytes);
             std::memcpy(call->shown.emplace_back().bytes.data(), bytes.data(), bytes.size());
+            auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), call->name);
+            if (manifest) shown_manifests_.insert(manifest->group_name());
         }
         std::vector<uint8_t> flags{flag != kNotRemoved};
         then(r.done() ? Result<std::vector<uint8_t>>(flags) : misfit());

@@ -1,6 +1,7 @@
 #include "cluster.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 
 #include "stripe_books.hpp"
@@ -416,6 +417,12 @@ class Cluster {
             lost.manifests.insert(node->lost_manifests().begin(), node->lost_manifests().end());
             lost.any |= node->disk_has_lost();
         }
+        std::set<std::string> unshown, shown;
+        for (const auto& node : nodes_)
+            unshown.insert(node->removed_manifests().begin(), node->removed_manifests().end());
+        for (const auto& client : clients_)
+            shown.insert(client->shown_manifests().begin(), client->shown_manifests().end());
+        std::ranges::set_difference(unshown, shown, std::inserter(lost.manifests, lost.manifests.end()));
         lost.none = !lost.any && conditions_.restarts == 0 && conditions_.full == 0;
         return check_stripes(all, history_, conditions_.keys, lost);
     }

@@ -72,6 +72,8 @@ class SimNode final : public Process {
     // Groups of the stripes of which it had the manifest at its end, dropped it by order of a master, or
     // replaced it on its disk: no client frees them.
     const std::set<std::string>& lost_manifests() const { return lost_manifests_; }
+    // Of those that it removed for a client, which may not have had its answer.
+    const std::set<std::string>& removed_manifests() const { return removed_manifests_; }
     // What it has, in memory and on its disk, by name.
     void add_contents(Contents& all) const;
     // In any of its lives, the log let go of its oldest objects, or could not write some.
@@ -152,7 +154,7 @@ class SimNode final : public Process {
     std::optional<OnDisk> promised_;  // by the former life
     bool power_fails_ = false, shutting_down_ = false;
     std::vector<Finding> findings_;
-    std::set<std::string> lost_manifests_;
+    std::set<std::string> lost_manifests_, removed_manifests_;
     std::set<std::pair<std::string, std::string>> stored_;  // names and bytes, in any of its lives
     bool disk_has_lost_ = false;
 

@@ -284,6 +284,10 @@ void SimNode::on_remove(const FrameHeader&, Reader body, Bytes& out) {
         std::string bytes = goes ? *read(name) : std::string();
         bool is_manifest = may_be_manifest(std::as_bytes(std::span(bytes)));
         if (is_manifest) manifests += bytes;
+        if (is_manifest && !exact) {
+            auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), name);
+            if (manifest) removed_manifests_.insert(manifest->group_name());
+        }
         bool was_there = goes;
         if (goes && !planted_.removal_lost) table.remove(slot);
         if (ssd_ != nullptr && (goes || !exact)) {

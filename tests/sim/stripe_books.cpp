@@ -33,10 +33,8 @@ bool may_stay(uint64_t value, const std::vector<Operation>& history) {
             gone = std::min(gone, o.end);
     }
     return std::ranges::any_of(history, [&](const Operation& o) {
-        if (!is_change(o) || o.key != write->key || !may_leave(o)) return false;
-        // A node may carry out later what nothing answered, also on a copy that it kept while it was away.
-        const bool ends = o.outcome != Operation::kUnknown && o.outcome != Operation::kOpen;
-        return !ends || (o.end >= write->begin && o.begin <= gone);
+        return is_change(o) && o.key == write->key && o.end >= write->begin && o.begin <= gone &&
+               may_leave(o);
     });
 }
 

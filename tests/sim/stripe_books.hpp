@@ -21,7 +21,7 @@ std::string stripe_of(uint64_t value, uint64_t number);
 // No manifest stays that has lost a stripe; a client says EXISTS of what it reads, and of nothing else; and
 // no stripe stays without a manifest, but for those that docs/store.md names: their manifest ended with its
 // node, or was dropped by order of a master (lost: groups of their stripes), their writer or remover ended,
-// or had no answer from a node or the master.
+// or had no answer from a node or the master, or no client heard the answer in which a node showed it.
 struct LostInStripes {
     std::set<std::string> manifests;  // the groups of their stripes
     // Nodes evicted objects, or their disks have lost some: any manifest may be among them.

@@ -387,6 +387,8 @@ TEST_CASE("sim: striped objects outlive cuts and nodes that stand still") {
     expect_none("sim, stripes and cuts", 20, c);
     c.stops = c.broken_links = 2;
     expect_none("sim, stripes and stops", 20, c);
+    // No client heard the answer of the node that removed the manifest.
+    for (uint64_t seed : {20000006, 70000381, 80000345}) expect_none_from(seed, c);
 }
 
 TEST_CASE("sim: striped objects live on disks") {
