@@ -228,6 +228,16 @@ TEST_CASE("sim: a standby that has just followed its owner anew may not know all
     expect_none_from(5504381, c);
 }
 
+// 200000515: a node that had stood still carried a put out, was told up to where it is right, sent the row
+// and lost its connection with it. It said that it is right up to then when it joined again, and kept what
+// was removed.
+TEST_CASE("sim: a row that is lost with its connection is not taken for a later one") {
+    Conditions c = clean_conditions();
+    c.replaces = 0;
+    c.stops = c.cuts = c.broken_links = 2;
+    expect_none_from(200000515, c);
+}
+
 // Each once read what a node brought from its disk before the nodes that knew of the removal had joined.
 TEST_CASE("sim: a new master sends no client to a restarted node before the others have joined") {
     Conditions c = clean_conditions();

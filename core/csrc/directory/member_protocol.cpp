@@ -95,8 +95,13 @@ void MemberProtocol::leave() {
     (void)link_.send(out_);
 }
 
+// The socket had taken the last rows, and they may be lost all the same.
 void MemberProtocol::disconnected() {
-    if (std::exchange(link_.joined, false)) rows_lost_ |= log_.size() != 0;
+    Version lost = std::min(std::exchange(unasked_, UINT64_MAX), std::exchange(unanswered_, UINT64_MAX));
+    if (std::exchange(link_.joined, false)) {
+        rows_lost_ |= log_.size() != 0 || lost != UINT64_MAX;
+        rows_applied_ = std::min(rows_applied_, lost);
+    }
     log_.pause();
 }
 
@@ -117,6 +122,7 @@ Status MemberProtocol::send_beat(bool all_told) {
     finish_frame(out_, at);
     link_.next_beat_ms = now_() + link_.beat_ms;
     if (asks) {
+        unanswered_ = std::min(unanswered_, std::exchange(unasked_, UINT64_MAX));
         link_.beat_open = true;
         link_.asks_now = false;
         link_.beats = 0;
@@ -168,6 +174,7 @@ Status MemberProtocol::tell_changes() {
 // At least one frame, even without rows: its flags mark the begin or the end of an inventory.
 Status MemberProtocol::send_rows(const std::vector<DeltaRow>& rows, Version applied, uint8_t first_flags,
                                  uint8_t last_flags) {
+    if (!rows.empty()) unasked_ = std::min(unasked_, applied);
     size_t sent = 0;
     do {
         size_t n = std::min<size_t>(link_.rows_max, rows.size() - sent);
@@ -215,6 +222,7 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
         counters_.joins_total.fetch_add(1);
     } else if (header.request_id != 0) {
         link_.beat_open = false;  // else it is one that was not asked, of what is to be dropped at once
+        unanswered_ = UINT64_MAX;
         settles = std::exchange(link_.beat_settles, false) && drops.upto != kNoVersion;
         read_pace(body);
     }

@@ -149,7 +149,10 @@ class MemberProtocol {
     bool told_ = false;
     uint64_t drops_done_ = 0;
     Version rows_applied_ = kNoVersion;  // when rows were last taken from the log
-    bool rows_lost_ = false;             // that were in it when the connection broke
+    bool rows_lost_ = false;             // that the master may not have had when the connection broke
+    // Up to where the node was right with the rows of which no answer tells that the master has them: those
+    // sent since the last beat that asks for one, and those before it.
+    Version unasked_ = UINT64_MAX, unanswered_ = UINT64_MAX;
     NodeId id_ = kNoNode;
     bool has_joined_ = false;  // this master, since this process began
     uint64_t epoch_ = 0, answers_ = 0;

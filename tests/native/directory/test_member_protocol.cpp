@@ -20,15 +20,33 @@ struct Bed {
                                    return true;
                                },
                                [](NodeLoad&) { return true; }, [](const Drops&) { return true; },
-                               [] { return kNoVersion; }, [] { return true; },
+                               [this] { return applied; }, [this] { return is_empty; },
                                [](Version, Version&, std::vector<Drop>&) { return kNoVersion; }},
                    log, counters, [this] { return now; }) {
+        connect();
+    }
+    void connect() {
         REQUIRE(protocol.connected("master", [this](std::span<const std::byte> frame) {
             FrameHeader header;
             std::memcpy(&header, frame.data(), sizeof(header));
             sent.push_back(header);
+            last.assign(frame.begin(), frame.end());
             return success();
         }));
+    }
+    // As its JOIN says, which ends with it.
+    Version joined_with() {
+        protocol.disconnected();
+        connect();
+        REQUIRE(sent.back().kind == Kind::kJoin);
+        Version version = 0;
+        std::memcpy(&version, last.data() + last.size() - sizeof(version), sizeof(version));
+        return version;
+    }
+    void put(uint64_t ms) {
+        log.push(Hash128{now, now}, Tier::kDram, true);
+        now += ms;
+        REQUIRE(protocol.step());
     }
 
     // pace: what stands behind the answer.
@@ -77,6 +95,9 @@ struct Bed {
     uint64_t now = 1000000;
     size_t asked = 0;           // beats that are to be answered
     Version upto = kNoVersion;  // as answers have it
+    Version applied = kNoVersion;
+    bool is_empty = true;
+    std::vector<std::byte> last;  // of the frames that it has sent
     std::vector<FrameHeader> sent;
     DeltaLog log;
     MemberCounters counters;
@@ -130,6 +151,32 @@ TEST_CASE(
     bed.asked = 0;
     CHECK(bed.frames(Kind::kBeat, 2, {5, 100, 4}) == 1);
     CHECK(bed.asked == 1);
+}
+
+TEST_CASE("member protocol: a node is right up to where it was with rows that no answer has confirmed") {
+    Bed bed;
+    bed.is_empty = false;
+    bed.applied = bed.upto = 5;
+    bed.answer(Kind::kJoin, {20, 200, 1});
+    bed.put(30);  // the inventory
+    bed.put(30);  // and the change
+    REQUIRE(bed.log.size() == 0);
+    bed.applied = 9;  // of which the master did not think that the node has that key
+    CHECK(bed.joined_with() == 5);
+    bed.answer(Kind::kJoin, {20, 200, 1});
+    bed.log.push(Hash128{1, 1}, Tier::kDram, true);
+    for (uint64_t end = bed.now + 500; bed.now < end; ++bed.now) {  // until a beat behind the row is answered
+        bed.sent.clear();
+        REQUIRE(bed.protocol.step());
+        const std::vector<FrameHeader> frames = bed.sent;
+        for (const FrameHeader& frame : frames) {
+            if (frame.kind != Kind::kBeat) continue;
+            bed.sent = {frame};
+            bed.answer(Kind::kBeat, {20, 200, 1});
+        }
+    }
+    bed.applied = 12;
+    CHECK(bed.joined_with() == 12);
 }
 
 TEST_CASE("member protocol: beats before which all was told are counted, also while changes come") {
