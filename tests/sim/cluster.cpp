@@ -14,6 +14,7 @@ bool is_write(Operation::Kind kind) {
     return kind == Operation::kPut || kind == Operation::kReplace || kind == Operation::kRemove;
 }
 
+constexpr Micros kRejoin = 500 * kMs;
 constexpr Micros kBackWithin = 15 * kSecond, kOperationWithin = 15 * kSecond;
 
 class Cluster {
@@ -95,7 +96,8 @@ class Cluster {
         std::unique_ptr<SimMaster> first, standby{};
         bool first_is_dead = false, has_taken_over = false;
         Micros restarted_at = 0;
-        Micros lost_at = 0;   // the first one, when the standby takes over
+        Micros lost_at = 0;                        // the first one, when the standby takes over
+        std::map<uint32_t, Micros> unlisted_at{};  // by host: when the node was last none of those in touch
         Micros whole_at = 0;  // since then all nodes that run have joined the owner in its present life
 
         // Also by a hand-over.
@@ -148,6 +150,8 @@ class Cluster {
              (back_at_[host] + 5 * kSecond > owner.since() &&
               (masters.whole_at < owner.since() || world_.now() - masters.whole_at < conditions_.apart)));
         const bool was_lost = masters.has_taken_over && world_.now() - masters.lost_at < conditions_.apart;
+        auto unlisted = masters.unlisted_at.find(host);
+        if (unlisted != masters.unlisted_at.end() && world_.now() - unlisted->second < kRejoin) return true;
         if (master == nullptr || is_new || nodes_[host]->was_stopped(conditions_.apart) ||
             was_cut(host, owner) || (was_lost && was_cut(host, *masters.first)))
             return true;
@@ -164,6 +168,7 @@ class Cluster {
     void watch() {
         for (Masters& of : masters_) {
             const SimMaster& owner = of.owner();
+            note_unlisted(of);
             if (owner.since() == 0 || of.whole_at >= owner.since() || owner.master() == nullptr) continue;
             Members members = owner.master()->membership().current(0);
             bool is_whole = std::ranges::all_of(nodes_, [&](const auto& node) {
@@ -173,6 +178,19 @@ class Cluster {
         }
         note_knowledge();
         world_.at(world_.now() + 50 * kMs, nullptr, [this] { watch(); });
+    }
+
+    // A node that joins again tells what it holds, and hears what to drop with the next beats.
+    void note_unlisted(Masters& of) {
+        const Master* master = of.owner().master();
+        if (master == nullptr) return;
+        Members members = master->membership().current(0);
+        for (uint32_t host = 0; host < nodes_.size(); ++host) {
+            const Member* member =
+                nodes_[host]->running() ? members.find(nodes_[host]->identity().incarnation) : nullptr;
+            if (member == nullptr || member->state != MemberState::kAlive)
+                of.unlisted_at[host] = world_.now();
+        }
     }
 
     static bool is_acknowledged(const Operation& o) {

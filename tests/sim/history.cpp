@@ -41,12 +41,13 @@ bool is_counted_read(const Operation& o, Micros healed) {
            !(o.away && o.begin < healed);
 }
 
-// A put that waited for a node that stood still, which tells of it once it has joined again, or drops it with
-// the beat after a removal that waited as well: until then clients of its host read it.
+// Clients of a copy's own host read it until then, though a removal of which its node was not told is
+// acknowledged. A put that waited for a node that stood still: until that has joined again. And what a node
+// told of while a removal waited: until the beat after its end.
 Micros late_until(const Operation& put, const Operation& removal) {
-    if (put.kind != Operation::kPut || put.end - put.begin <= kWaited) return 0;
-    const bool waited = removal.end - removal.begin > kBeat;
-    return std::max(put.end + kRejoin, waited ? removal.end + kBeat : 0);
+    const bool put_waited = put.kind == Operation::kPut && put.end - put.begin > kWaited;
+    const bool removal_waited = removal.end - removal.begin > kBeat;
+    return std::max(put_waited ? put.end + kRejoin : 0, removal_waited ? removal.end + kBeat : 0);
 }
 
 std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation*>& operations,

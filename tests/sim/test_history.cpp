@@ -79,7 +79,8 @@ TEST_CASE("sim history: a put that waited is read on its host until its node has
     CHECK(check({put, removal(400 * kMs, kSecond), read(1, 1701 * kMs, kMs)}, 10 * kSecond));
     put.begin = 150 * kMs;  // it did not wait
     CHECK(check({put, removal(400 * kMs), read(1, 600 * kMs, kMs)}, 10 * kSecond));
-    CHECK(check({put, removal(400 * kMs, kSecond), read(1, 1401 * kMs, kMs)}, 10 * kSecond));
+    CHECK_FALSE(check({put, removal(400 * kMs, kSecond), read(1, 1700 * kMs, kMs)}, 10 * kSecond));
+    CHECK(check({put, removal(400 * kMs, kSecond), read(1, 1701 * kMs, kMs)}, 10 * kSecond));
 }
 
 TEST_CASE(
