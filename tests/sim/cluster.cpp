@@ -14,7 +14,6 @@ bool is_write(Operation::Kind kind) {
     return kind == Operation::kPut || kind == Operation::kReplace || kind == Operation::kRemove;
 }
 
-constexpr Micros kRejoin = 500 * kMs;
 constexpr Micros kBackWithin = 15 * kSecond, kOperationWithin = 15 * kSecond;
 
 class Cluster {

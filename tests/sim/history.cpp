@@ -9,7 +9,6 @@ namespace {
 
 constexpr Micros kBeat = 300 * kMs;    // and what follows it
 constexpr Micros kWaited = 100 * kMs;  // an operation that lasts longer
-constexpr Micros kRejoin = 500 * kMs;  // of a node that stood still so long that it was taken for silent
 
 std::string seconds(Micros at) {
     std::string text = std::to_string(at / kMs);

@@ -22,6 +22,9 @@
 
 namespace moonpool::sim {
 
+// In which a node that was taken for silent joins again, tells what it holds and hears what to drop.
+inline constexpr Micros kRejoin = 500 * kMs;
+
 struct Operation {
     // kExists: whether a striped object is there as a whole; value: 1 it is, 0 it is not.
     enum Kind : uint8_t { kPut, kReplace, kGet, kRemove, kPin, kExists };

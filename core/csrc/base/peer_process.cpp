@@ -21,6 +21,13 @@ pid_t pid_behind(int socket) {
     return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 ? peer.pid : 0;
 }
 
+bool is_same_user(int socket) {
+    ucred peer{};
+    socklen_t size = sizeof(peer);
+    if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
+    return peer.uid == ::geteuid() || peer.uid == 0;
+}
+
 Fd process_behind(int socket) {
     int process = -1;
     socklen_t size = sizeof(process);

@@ -5,24 +5,13 @@
 
 #include <algorithm>
 
+#include "base/peer_process.hpp"
 #include "memory/available.hpp"
 #include "store/node/connection.hpp"
 #include "store/node/server.hpp"
 #include "wire/connection_places.hpp"
 
 namespace moonpool {
-
-namespace {
-
-// A process that may read our memory must run as our user, or as root.
-bool same_user(int fd) {
-    ucred peer{};
-    socklen_t size = sizeof(peer);
-    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
-    return peer.uid == ::geteuid() || peer.uid == 0;
-}
-
-}  // namespace
 
 // For a client in the same process (embedded node): a socket pair takes the place of the Unix socket. The
 // client still does the whole handshake.
@@ -59,7 +48,7 @@ void Server::accept_all(int listener) {
             }
             return;
         }
-        if (!same_user(fd.get())) {
+        if (!is_same_user(fd.get())) {
             metrics_.connections_refused_total.fetch_add(1);
             journal_->note(Level::kWarning, "auth_refused", "unix", "a process of another user was refused");
             send_error(fd.get(), Code::kAuth, "this node serves processes of its own user only");

@@ -51,14 +51,6 @@ std::string hex(std::span<const uint8_t> bytes) {
     return text;
 }
 
-// Abstract sockets have no file permissions: any user of the network namespace may connect.
-bool same_user(int fd) {
-    ucred peer{};
-    socklen_t size = sizeof(peer);
-    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
-    return peer.uid == ::geteuid() || peer.uid == 0;
-}
-
 }  // namespace
 
 socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
@@ -259,7 +251,8 @@ class Server::Listener final : public EventHandler {
         for (int round = 0; round < 64; ++round) {
             Fd fd(::accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC));
             if (!fd.valid()) return true;
-            if (!same_user(fd.get())) continue;
+            // Abstract sockets have no file permissions: any user of the network namespace may connect.
+            if (!is_same_user(fd.get())) continue;
             int number = fd.get();
             server_.loop_.add(number, EPOLLIN, std::make_shared<Session>(server_, std::move(fd)));
         }
