@@ -21,6 +21,7 @@ from tests.connectors.vllm.conftest import (
     wait_joined,
 )
 from tests.connectors.vllm.processes import HERE, Engine, Node
+from tests.connectors.vllm.storing import store
 from tests.ports import held_ports
 from tests.soft_card import COMPILER, compile_library
 
@@ -103,15 +104,6 @@ def pair(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
         wait_joined(pair.late)
         wait_joined(pair.shuffled)
         yield pair
-
-
-def store(writer: Engine, reader: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """One engine computes the prompts and saves them; the other's own cache is emptied."""
-    answer = writer.call("generate", prompts=prompts)
-    writer.call("drain")
-    reader.call("drain")
-    assert reader.call("reset_prefix_cache")
-    return tokens_of(answer)
 
 
 @pytest.mark.parametrize("from_late", [True, False])

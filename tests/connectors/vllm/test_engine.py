@@ -21,6 +21,7 @@ from tests.connectors.vllm.conftest import (
 )
 from tests.connectors.vllm.node_objects import arena
 from tests.connectors.vllm.processes import Engine, EngineFailed
+from tests.connectors.vllm.storing import counters, store
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -39,35 +40,8 @@ def pool_tokens(answer: dict[str, Any]) -> list[int]:
     return [output["pool"]["pool_tokens"] for output in answer["outputs"]]
 
 
-def counters(engine: Engine) -> dict[str, float]:
-    return {
-        name.removeprefix("moonpool_connector_"): value
-        for name, value in engine.call("metrics").items()
-        if name.startswith("moonpool_connector_")
-    }
-
-
 def grown(before: dict[str, float], after: dict[str, float], name: str) -> float:
     return after.get(name, 0.0) - before.get(name, 0.0)
-
-
-STORES_MAX = 5
-
-
-def store(writer: Engine, reader: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """One engine computes the prompts and saves them; the other's own cache is emptied. While a quarter of
-    the engine's blocks is being saved others are left out, by how fast the machine computes and saves: then
-    the prompts are computed again."""
-    for _ in range(STORES_MAX):
-        left_out = counters(writer)["unsaved_blocks_total"]
-        answer = writer.call("generate", prompts=prompts)
-        writer.call("drain")
-        if counters(writer)["unsaved_blocks_total"] == left_out:
-            break
-        assert writer.call("reset_prefix_cache")
-    reader.call("drain")  # blocks that are still being saved are in use
-    assert reader.call("reset_prefix_cache")
-    return tokens_of(answer)
 
 
 def assert_nothing_left(line: Line, engine: Engine) -> None:
