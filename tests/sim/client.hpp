@@ -38,6 +38,8 @@ class SimClient final : public Process {
     void set_stripes(uint32_t percent) { stripes_ = percent; }
     // Groups of the stripes of which a node has shown it the manifest that it removed.
     const std::set<std::string>& shown_manifests() const { return shown_manifests_; }
+    // Of these some node or master did not answer the removal of a stripe.
+    const std::set<std::string>& unfreed_manifests() const { return unfreed_manifests_; }
     bool is_striped(uint32_t key) const { return (key / 2 * 61 + 30) % 100 < stripes_; }
     const std::vector<Finding>& findings() const { return findings_; }
     uint32_t range_of_key(uint32_t key) const;  // whose master it asks
@@ -168,7 +170,7 @@ class SimClient final : public Process {
     std::vector<SimNode*> nodes_;
     const Planted& planted_;
     uint32_t stripes_ = 0;
-    std::set<std::string> shown_manifests_;
+    std::set<std::string> shown_manifests_, unfreed_manifests_;
     KeyHasher hash_;
     OwnPlace place_;
     std::vector<Line> lines_;

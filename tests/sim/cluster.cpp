@@ -437,8 +437,10 @@ class Cluster {
         std::set<std::string> unshown, shown;
         for (const auto& node : nodes_)
             unshown.insert(node->removed_manifests().begin(), node->removed_manifests().end());
-        for (const auto& client : clients_)
+        for (const auto& client : clients_) {
             shown.insert(client->shown_manifests().begin(), client->shown_manifests().end());
+            lost.manifests.insert(client->unfreed_manifests().begin(), client->unfreed_manifests().end());
+        }
         std::ranges::set_difference(unshown, shown, std::inserter(lost.manifests, lost.manifests.end()));
         lost.none = !lost.any && conditions_.restarts == 0 && conditions_.full == 0;
         return check_stripes(all, history_, conditions_.keys, lost);

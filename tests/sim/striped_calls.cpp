@@ -179,17 +179,24 @@ void SimClient::Striped::release(const Pinned& pinned) {
 }
 
 void SimClient::Striped::remove_stripes(std::span<const Manifest> manifests, std::function<void()> then) {
-    std::vector<std::string> names;
+    struct Stripe {
+        std::string name, group;
+    };
+    std::vector<Stripe> stripes;
     for (const Manifest& of : manifests) {
-        for (std::string& named : of.stripe_names()) names.push_back(std::move(named));
+        for (std::string& named : of.stripe_names()) stripes.push_back({std::move(named), of.group_name()});
     }
-    if (c.planted_.stripes_unremoved || names.empty()) return then();
-    auto one = all_of(names.size(), std::move(then));
-    for (const std::string& named : names) {
-        c.remove(part(Operation::kRemove, named, {}, [self = shared_from_this(), one](Call& removed) {
-            self->call->operation.left |= removed.operation.outcome != Operation::kDone;
-            one();
-        }));
+    if (c.planted_.stripes_unremoved || stripes.empty()) return then();
+    auto one = all_of(stripes.size(), std::move(then));
+    for (const Stripe& stripe : stripes) {
+        c.remove(part(Operation::kRemove, stripe.name, {},
+                      [self = shared_from_this(), group = stripe.group, one](Call& removed) {
+                          if (removed.operation.outcome != Operation::kDone) {
+                              self->call->operation.left = true;
+                              self->c.unfreed_manifests_.insert(group);
+                          }
+                          one();
+                      }));
     }
 }
 
