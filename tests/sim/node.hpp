@@ -72,7 +72,8 @@ class SimNode final : public Process {
     // Groups of the stripes of which it had the manifest at its end, dropped it by order of a master, or
     // replaced it on its disk: no client frees them.
     const std::set<std::string>& lost_manifests() const { return lost_manifests_; }
-    // Of those that it removed for a client, which may not have had its answer.
+    // Of those that it removed or replaced for a client, which may not have had its answer, or not have seen
+    // what came into memory behind its look.
     const std::set<std::string>& removed_manifests() const { return removed_manifests_; }
     // What it has, in memory and on its disk, by name.
     void add_contents(Contents& all) const;
@@ -126,7 +127,7 @@ class SimNode final : public Process {
     void compare_disk();
     void compare_memory();
     std::set<std::string> manifests() const;  // the groups of their stripes
-    void note_replaced_on_disk(const std::string& name);
+    void note_replaced(const std::string& name);
 
     // The store.
     void drop_caller(uint64_t id);

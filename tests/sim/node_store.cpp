@@ -161,7 +161,7 @@ PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint3
     const uint32_t full = options_.full;
     if (replace && full != 0 && world_.random.below(100) < full) return PutOutcome::kRefused;
     if (replace) removals_->add(hash, given.value_or(kNoVersion));
-    if (replace) note_replaced_on_disk(name);
+    if (replace) note_replaced(name);
     std::optional<Extent> lease = pool.lease(bytes.size(), bytes.size());
     if (!lease) return PutOutcome::kRefused;
     Extent extent{lease->offset, bytes.size()};
@@ -180,14 +180,16 @@ PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint3
     return stored ? PutOutcome::kStored : PutOutcome::kRefused;
 }
 
-// Clients look for the manifest that they replace at their own node in the mapped memory alone.
-void SimNode::note_replaced_on_disk(const std::string& name) {
+// A client looks for the manifest that it replaces at its own node in the mapped memory, before its frame.
+void SimNode::note_replaced(const std::string& name) {
+    auto note = [&](std::set<std::string>& manifests, const std::string& bytes) {
+        auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), name);
+        if (manifest) manifests.insert(manifest->group_name());
+    };
+    if (auto bytes = read(name)) note(removed_manifests_, *bytes);
     auto found = on_disk_alone(name);
     for (auto it = stored_.lower_bound({name, ""}); found && it != stored_.end() && it->first == name; ++it) {
-        const std::string& bytes = it->second;
-        if (crc32c(0, bytes.data(), bytes.size()) != found->crc) continue;
-        auto manifest = decode_manifest(std::as_bytes(std::span(bytes)), cluster_secrets(), name);
-        if (manifest) lost_manifests_.insert(manifest->group_name());
+        if (crc32c(0, it->second.data(), it->second.size()) == found->crc) note(lost_manifests_, it->second);
     }
 }
 
