@@ -238,6 +238,17 @@ TEST_CASE("sim: a row that is lost with its connection is not taken for a later 
     expect_none_from(200000515, c);
 }
 
+// 500000302: a node that had stood still stored a replacement that another one had overtaken, while its
+// client waited there with a third one, for which the master took it.
+TEST_CASE("sim: what a node stores late is not taken for the replacement that is on its way to it") {
+    Conditions c = clean_conditions();
+    c.ranges = 3;
+    c.restarts = c.cuts = c.broken_links = c.master_restarts = 1;
+    c.stops = 2;
+    c.disks = true;
+    expect_none_from(500000302, c);
+}
+
 // Each once read what a node brought from its disk before the nodes that knew of the removal had joined.
 TEST_CASE("sim: a new master sends no client to a restarted node before the others have joined") {
     Conditions c = clean_conditions();

@@ -191,12 +191,15 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
             // Not by seat.applied: the row may have been pushed before that.
             auto told = seat.told.find(row->hash);
             bool known = told != seat.told.end() && told->second >= removal.place;
-            if (removal.place > applied && !known && !is_placing(id, row->hash, removal.version) &&
-                !spares(seat, removal)) {
-                directory_.remove(row->hash, id);
-                ++counters_.rows_void_total;
-                drop(seat, row->hash, removal.version);
-                continue;
+            if (removal.place > applied && !known && !spares(seat, removal)) {
+                // Not certainly: of an earlier put, which the node has just carried out, the row is the same.
+                const bool may_be_placed = is_placing(id, row->hash, removal.version);
+                if (seat.versions || !may_be_placed) drop(seat, row->hash, removal.version);
+                if (!may_be_placed) {
+                    directory_.remove(row->hash, id);
+                    ++counters_.rows_void_total;
+                    continue;
+                }
             }
         }
         counters_.rows_added_total += directory_.add(row->hash, id, row->tier);

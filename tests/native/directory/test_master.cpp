@@ -610,6 +610,32 @@ TEST_CASE("master: of two replacements of a key at the same time the later one i
     CHECK(locate(master, {1})[0] == std::vector<Holder>{{b.id, Tier::kDram}});
 }
 
+TEST_CASE("master: what a node stores of an overtaken replacement goes while it waits for a later one") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.inventory(0);
+    b.inventory(0);
+    OrderedKeys overtaken = order(master, 10, {1}, a.id);
+    OrderedKeys second = order(master, 11, {1}, b.id);
+    b.held[1] = second.first;
+    end_order(master, 12, {1}, second.first, {{b.id}}, {{b.id}});
+    end_order(master, 12, {1}, overtaken.first, {}, {});
+    OrderedKeys third = order(master, 13, {1}, a.id);
+    a.held[1] = overtaken.first;  // the frame had waited
+    REQUIRE(master.delta(14, a.id, a.link, 0, a.applied, rows_of({1})));
+    a.beat(20);
+    CHECK(a.keys().empty());
+    a.held[1] = third.first;
+    REQUIRE(master.delta(21, a.id, a.link, 0, a.applied, rows_of({1})));
+    a.beat(30);
+    end_order(master, 31, {1}, third.first, {{a.id}}, {{a.id}});
+    a.beat(40);
+    CHECK(a.keys() == std::set<uint64_t>{1});
+    CHECK(locate(master, {1})[0].front() == Holder{a.id, Tier::kDram});
+}
+
 TEST_CASE("master: a client that ends between the two frames of a removal leaves no copy") {
     Master master({}, 0, kFirst);
     Node a{master, "a"};
