@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PREFIX = "moonpool_master_"
 KEYS_MAX = 10_000  # keys in one answer of /keys
-HAND_OVER_S = 5.0  # that a standby waits for its owner
+HAND_OVER_S = 8.0  # that a standby waits for its owner, which may be too new for 5 of them
 _log = logging.getLogger("moonpool.master")
 
 

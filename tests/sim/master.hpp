@@ -32,6 +32,7 @@ class SimMaster final : public Process {
     const Master* master() const { return master_.get(); }  // null: it does not run
     Micros since() const { return since_; }                 // when it was started last
     bool is_owner() const { return pair_ != nullptr && pair_->role() == MasterRole::kOwner; }
+    bool minds_standby() const { return pair_ != nullptr && pair_->waits(); }
     bool is_whole() const { return pair_ != nullptr && pair_->is_whole(); }
     void take_over();  // as an operator tells it
     // As well: its owner is to hand over, and becomes its standby.

@@ -238,6 +238,24 @@ TEST_CASE("sim: a row that is lost with its connection is not taken for a later 
     expect_none_from(200000515, c);
 }
 
+// 710000348, 164: an owner was restarted, its standby followed it at once, and took its place before the nodes
+// that knew of a removal had joined the owner. A node that was away brought the key back.
+TEST_CASE("sim: a standby of an owner that is new may know less than the nodes") {
+    Conditions c = clean_conditions();
+    c.stripes = 100;
+    c.memory_objects = 8;
+    c.disk.slow_ms = 20;
+    c.standby = c.disks = true;
+    c.hand_overs = 2;
+    c.restarts = c.master_restarts = 1;
+    expect_none_from(710000348, c);
+    c = clean_conditions();
+    c.standby = c.disks = c.owner_dies = true;
+    c.restarts = 2;
+    c.master_restarts = 1;
+    expect_none_from(164, c);
+}
+
 // 500000302: a node that had stood still stored a replacement that another one had overtaken, while its
 // client waited there with a third one, for which the master took it.
 TEST_CASE("sim: what a node stores late is not taken for the replacement that is on its way to it") {

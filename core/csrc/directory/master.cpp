@@ -43,7 +43,8 @@ Master::Master(const MasterLimits& limits, uint64_t now_ms, Version first, const
       pace_(limits.pace),
       first_(first),
       version_(first),
-      log_(limits.removals_max) {}
+      log_(limits.removals_max),
+      told_early_(limits.removals_max) {}
 
 Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load,
                                         LinkId link, std::optional<Version> applied, bool recovered) {
@@ -101,9 +102,8 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
 // nodes that know join within a second.
 void Master::seem_joining(uint64_t now_ms, NodeId id, Seat& seat) {
     bool behind = seat.drops.first() < seat.joined_when || seat.drops.all();
-    const uint64_t age_ms = now_ms - started_ms_;
-    bool unknown = age_ms < limits_.grace_ms &&
-                   (seat.of_former < former_most_ || (seat.recovered && age_ms < limits_.recovered_ms));
+    bool unknown = new_for_ms(now_ms) != 0 && (seat.of_former < former_most_ ||
+                                               (seat.recovered && age_ms(now_ms) < limits_.recovered_ms));
     bool joining = seat.versions && (behind || unknown);
     if (joining) joining_.insert(id);
     if (!joining) joining_.erase(id);
@@ -288,18 +288,29 @@ void Master::apply(Seat& seat, std::optional<Version> applied) {
 void Master::removals(uint64_t now_ms, NodeId id, LinkId link, Version complete_since,
                       std::span<const Drop> rows) {
     membership_.heard(now_ms, id, link);
-    // A standby hears them from its owner. One that has taken over knows them all.
-    if (standby_ || whole_) return;
+    // A standby hears them from its owner, and one that has taken over knows them all: but for those that
+    // nodes had yet to tell the owner, which was new.
+    if (new_for_ms(now_ms) == 0 && (standby_ || whole_)) return;
+    if (standby_) {
+        if (complete_since < first_) told_early_.lose(complete_since);
+        for (const Drop& removal : rows) told_early_.add(removal.hash, removal.version);
+        return;
+    }
     if (complete_since < first_) log_.lose(complete_since);
     for (const Drop& removal : rows) {
-        if (!range_.contains(removal.hash)) continue;
         // Those that this master gave it knows.
-        if (removal.version >= first_ || log_.find(removal.hash).version >= removal.version) continue;
-        ++version_;
-        add_removal(removal.hash, removal.version, version_);
-        know(seats_.at(id), removal.hash, version_);
-        void_copies(removal.hash);
+        if (removal.version >= first_) continue;
+        if (learn_removal(removal)) know(seats_.at(id), removal.hash, version_);
     }
+}
+
+// False: it is known.
+bool Master::learn_removal(const Drop& removal) {
+    if (!range_.contains(removal.hash) || log_.find(removal.hash).version >= removal.version) return false;
+    ++version_;
+    add_removal(removal.hash, removal.version, version_);
+    void_copies(removal.hash);
+    return true;
 }
 
 void Master::locate(std::string_view hashes, uint8_t flags, uint8_t holders_max, uint32_t width,
@@ -568,12 +579,13 @@ void Master::tick(uint64_t now_ms) {
         }
     }
     if (open_.empty()) before_open_.clear();
+    if (told_early_.size() != 0 && new_for_ms(now_ms) == 0) told_early_ = RemovalLog(limits_.removals_max);
     for (auto placed = placed_.begin(); placed != placed_.end();) {
         auto is_old = [&](const Placed& p) { return now_ms - p.at_ms >= limits_.placed_ms; };
         std::erase_if(placed->second, is_old);
         placed = placed->second.empty() ? placed_.erase(placed) : std::next(placed);
     }
-    if (now_ms - started_ms_ < limits_.grace_ms) {
+    if (new_for_ms(now_ms) != 0) {
         for (auto& [id, seat] : seats_) seem_joining(now_ms, id, seat);
     } else {  // no other node may be behind
         std::vector<NodeId> behind(joining_.begin(), joining_.end());
@@ -583,9 +595,16 @@ void Master::tick(uint64_t now_ms) {
 }
 
 // A standby that followed its owner only a moment ago has yet to hear of nodes that the owner knew.
+uint64_t Master::age_ms(uint64_t now_ms) const {
+    return now_ms - std::max(started_ms_, joinable_ms_.value_or(0));
+}
+
+uint64_t Master::new_for_ms(uint64_t now_ms) const {
+    return limits_.grace_ms - std::min<uint64_t>(age_ms(now_ms), limits_.grace_ms);
+}
+
 bool Master::filling(uint64_t now_ms) const {
-    return now_ms - started_ms_ < limits_.grace_ms ||
-           (joinable_ms_ && now_ms - *joinable_ms_ < limits_.grace_ms) ||
+    return new_for_ms(now_ms) != 0 ||
            std::ranges::any_of(unsettled_, [this](NodeId id) { return in_touch(membership_.state(id)); });
 }
 

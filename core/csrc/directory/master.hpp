@@ -144,6 +144,8 @@ class Master {
         return pace_.beats_per_answer(membership_.size(), beat_ms(least_ms));
     }
 
+    // For so much longer nodes that know what a former master gave may have yet to join; 0: they have.
+    uint64_t new_for_ms(uint64_t now_ms) const;
     // Whether there may be nodes that have yet to tell what they hold.
     bool filling(uint64_t now_ms) const;
     size_t open() const { return open_.size(); }  // removals that were begun together, and are not ended
@@ -210,9 +212,12 @@ class Master {
     Taken taken(uint64_t now_ms, const Hash128& hash);
     void drop(Seat& seat, const Hash128& hash, Version version);
     void apply(Seat& seat, std::optional<Version> applied);
+    uint64_t age_ms(uint64_t now_ms) const;
     void seem_joining(uint64_t now_ms, NodeId id, Seat& seat);
     void void_copies(const Hash128& hash);
     void add_removal(const Hash128& hash, Version version, Version place, bool of_absent = false);
+    bool learn_removal(const Drop& removal);
+    void learn_what_nodes_told();
     void place_at(const Hash128& hash, const Placed& placed);
     void end_order(const Ordered& done, uint64_t now_ms);
     void mirror_placed(const Hash128& hash, const Placed& placed);
@@ -235,7 +240,8 @@ class Master {
     Version first_, version_;
     Version former_most_ = kNoVersion;  // up to which any node was right when it came from a former master
     RemovalLog log_;
-    std::map<Version, Open> open_;                                   // by the first version of each
+    RemovalLog told_early_;         // what nodes told a standby while its owner was new
+    std::map<Version, Open> open_;  // by the first version of each
     std::unordered_map<Hash128, Removal, Fold> before_open_;         // of a key: the last that has ended
     std::unordered_map<Hash128, std::vector<Placed>, Fold> placed_;  // of a moment ago
     std::map<Incarnation, NodeId> numbers_;

@@ -71,7 +71,7 @@ void Master::begin_to_follow(uint64_t now_ms) {
         membership_.left(now_ms, id, membership_.link(id));
         clear_seat(id);
     }
-    log_ = RemovalLog(limits_.removals_max);
+    log_ = told_early_ = RemovalLog(limits_.removals_max);
     open_.clear();
     before_open_.clear();
     placed_.clear();
@@ -157,6 +157,17 @@ bool Master::follow_ended(Reader& r) {
     return true;
 }
 
+// The owner had not heard it.
+void Master::learn_what_nodes_told() {
+    if (told_early_.size() == 0) return;
+    log_.lose(told_early_.complete_since());
+    told_early_.each_after(kNoVersion, [&](const Hash128& hash, const Removal& removal) {
+        (void)learn_removal({hash, removal.version});
+        return false;
+    });
+    told_early_ = RemovalLog(limits_.removals_max);
+}
+
 void Master::take_over(uint64_t now_ms, Version first, bool all_told) {
     if (!standby_) return;
     standby_ = superseded_ = false;
@@ -173,6 +184,7 @@ void Master::take_over(uint64_t now_ms, Version first, bool all_told) {
         started_ms_ = now_ms - std::min<uint64_t>(now_ms, limits_.grace_ms);
         joinable_ms_.reset();
     }
+    if (!all_told) learn_what_nodes_told();
     // What was begun counts as carried out, and no node as told: the end of it may have been acknowledged.
     std::vector<Hash128> open;
     log_.each_after(closed_of_owner_, [&](const Hash128& hash, const Removal&) {

@@ -117,6 +117,12 @@ bool MasterPair::go_alone() {
 std::optional<Error> MasterPair::begin_hand_over(uint64_t now_ms, size_t told) {
     if (role_ != MasterRole::kOwner || !attached() || !master_.mirror().whole())
         return Error{Code::kUnavailable, "this master has no standby that knows all"};
+    if (const uint64_t left_ms = master_.new_for_ms(now_ms); left_ms != 0) {
+        return Error{Code::kUnavailable,
+                     "nodes that know of removals by a former master may have yet to join "
+                     "this one; ask again in " +
+                         std::to_string(left_ms) + " ms"};
+    }
     const Membership& members = master_.membership();
     if (const size_t all = members.size() - members.suspects(); told < all) {
         return Error{Code::kUnavailable, "of " + std::to_string(all) + " nodes " + std::to_string(told) +

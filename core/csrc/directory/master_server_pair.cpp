@@ -12,6 +12,7 @@ namespace moonpool {
 namespace {
 
 constexpr uint64_t kStoodStillMs = 500;
+constexpr uint64_t kAskAgainMs = 100;  // for the owner's place, after a refusal
 
 uint64_t clock_ms() {
     auto now = std::chrono::system_clock::now().time_since_epoch();
@@ -251,6 +252,7 @@ void MasterServer::settle_ask(Status how) {
     asked_.notify_all();
 }
 
+// What keeps the owner may end: it is new, or nodes have yet to tell this standby what they hold.
 Status MasterServer::ask_hand_over(uint32_t timeout_ms) {
     if (pair_.role() != MasterRole::kStandby || !pair_.is_whole())
         return Error{Code::kUnavailable, "this master is no standby that knows all that its owner knows"};
@@ -261,12 +263,23 @@ Status MasterServer::ask_hand_over(uint32_t timeout_ms) {
                          "ask again"};
     }
     MutexLock lock(ask_mutex_);
-    ask_ended_.reset();
-    agent_->ask_hand_over(own_address());
-    asked_.wait_for(lock, std::chrono::milliseconds(timeout_ms),
-                    [&]() REQUIRES(ask_mutex_) { return ask_ended_.has_value(); });
-    if (ask_ended_) return *ask_ended_;
+    const uint64_t end_ms = now_ms() + timeout_ms;
+    auto wait_until = [&](uint64_t at_ms, auto until) REQUIRES(ask_mutex_) {
+        const uint64_t now = now_ms();
+        return asked_.wait_for(lock, std::chrono::milliseconds(at_ms - std::min(at_ms, now)), until);
+    };
+    Status refused = success();
+    do {
+        ask_ended_.reset();
+        agent_->ask_hand_over(own_address());
+        wait_until(end_ms, [&]() REQUIRES(ask_mutex_) { return ask_ended_.has_value(); });
+        if (!ask_ended_) break;
+        if (*ask_ended_) return success();
+        refused = *ask_ended_;
+        wait_until(std::min(end_ms, now_ms() + kAskAgainMs), [] { return false; });
+    } while (now_ms() < end_ms);
     agent_->ask_hand_over("");
+    if (!refused) return refused;
     return Error{Code::kTimeout,
                  "the owner at " + owner() + " did not hand over in time; ask again, also where it is lost"};
 }
