@@ -85,8 +85,8 @@ SimNode::OnDisk SimNode::promised(bool after_power_failure) const {
 void SimNode::compare_disk() {
     if (!promised_) return;
     const OnDisk now = on_disk(), then = *std::exchange(promised_, std::nullopt);
-    // Else there were so many starts in a row that no segment was free.
-    const bool has_all = disk_counter("ssd_evicted_total") == 0;
+    // Else there were so many starts in a row that no segment was free, or a record could not be read.
+    const bool has_all = disk_counter("ssd_evicted_total") == 0 && disk_counter("ssd_read_errors_total") == 0;
     if (disk_.failed_at_open() || !has_all) return;
     for (const auto& [hash, rank] : then) {
         auto found = now.find(hash);
