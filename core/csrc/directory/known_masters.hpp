@@ -1,11 +1,12 @@
 // KnownMasters: the addresses at which a process looks for the masters of one range: those that were
 // configured, always, and those that masters have told it since. Pure.
 //
-// An owner's list of a later term is the whole truth: what was learned and it does not name is forgotten. So
-// it is of the same term where the list has a standby, as an owner has one. A list without one only adds, as
-// the standby that an owner has just lost may be the next owner; and so does one of an earlier term, as the
-// clock of an owner that was started again may be behind. What a list has dropped does not come back by the
-// word of a master that refuses, unless no master answers.
+// An owner's list with a standby is the whole truth where it is of the latest term: what was learned and it
+// does not name is forgotten. A list without a standby only adds: the one that an owner has just lost may be
+// the next owner, and an owner that has just taken over has none yet, so that any master of the former list
+// may follow it. A list of an earlier term only adds, as the clock of an owner that was started again may be
+// behind. What a list has dropped does not come back by the word of a master that refuses, unless no master
+// answers.
 //
 // What a master that was reached at a configured address calls itself is another name of that one, and not
 // learned. An address of the own host is believed only of a master that was reached there.
@@ -29,9 +30,10 @@ class KnownMasters {
         const std::vector<std::string> before = learned_;
         if (list.own != 0) note_name(at, list.own_address());
         if (list.term < term_ && !list.of_owner) return learned_ != before;
-        if (list.of_owner && (list.term > term_ || (list.term == term_ && list.addresses.size() > 1))) {
+        if (list.of_owner && list.term >= term_) {
             term_ = list.term;
-            std::erase_if(learned_, [&](const std::string& one) { return !has(list.addresses, one); });
+            if (list.addresses.size() > 1)
+                std::erase_if(learned_, [&](const std::string& one) { return !has(list.addresses, one); });
         }
         for (const std::string& address : list.addresses) add(address, list.addresses, at);
         return learned_ != before;

@@ -131,7 +131,7 @@ TEST_CASE("masters: a list is read as it was written, and no part of one, nor a 
     }
 }
 
-TEST_CASE("masters: what was learned stays for a term, and goes with a later owner that does not name it") {
+TEST_CASE("masters: what was learned stays until an owner's list with a standby does not name it") {
     KnownMasters known({at(1), at(2)});
     CHECK(!known.hear(list_of(5, {at(1), at(2)})));
     CHECK(known.hear(list_of(5, {at(1), at(3)})));
@@ -139,23 +139,41 @@ TEST_CASE("masters: what was learned stays for a term, and goes with a later own
     CHECK(!known.hear(list_of(5, {at(1)})));         // the owner has lost it, and it may be the next one
     CHECK(!known.hear(list_of(4, {at(9)}, false)));  // of a former owner's standby
     CHECK(known.hear(list_of(6, {at(3), at(4)}, false)));
-    CHECK(known.hear(list_of(6, {at(4)})));
+    CHECK(!known.hear(list_of(6, {at(4)})));  // an owner that has just taken over has no standby yet
+    CHECK(known.learned() == Addresses{at(3), at(4)});
+    CHECK(known.hear(list_of(6, {at(4), at(1)})));
     CHECK(known.learned() == Addresses{at(4)});
     CHECK(known.all() == Addresses{at(1), at(2), at(4)});
-    CHECK(known.hear(list_of(7, {at(1)})));
+    CHECK(known.hear(list_of(7, {at(1), at(2)})));
     CHECK(known.all() == Addresses{at(1), at(2)});
     CHECK(known.hear(
         list_of(3, {at(1), at(5)})));  // of an owner that was started again, and whose clock is behind
     CHECK(known.learned() == Addresses{at(5)});
-    CHECK(known.hear(list_of(8, {at(1)})));
+    CHECK(known.hear(list_of(8, {at(1), at(2)})));
     CHECK(known.learned().empty());
+}
+
+TEST_CASE("masters: after a take-over each master of the former list is known as a next owner") {
+    KnownMasters known({at(1)});
+    CHECK(known.hear(list_of(5, {at(2), at(3)})));
+    for (Version term = 6; term < 60; ++term) {
+        // Another owner without a standby each time: what is known is bounded, and the owner is in it.
+        const std::string owner = at(2 + static_cast<int>(term % 20));
+        known.hear(list_of(term, {owner}));
+        CHECK(known.knows(owner));
+        CHECK(known.learned().size() <= kMastersMax);
+        if (term == 6) CHECK(known.knows(at(3)));  // it has not attached to the new owner yet
+    }
+    CHECK(known.learned().size() == kMastersMax);
+    CHECK(known.hear(list_of(60, {at(2), at(3)})));
+    CHECK(known.learned() == Addresses{at(2), at(3)});
 }
 
 TEST_CASE(
     "masters: what an owner's list does not name is not learned from a refusal while a master answers") {
     KnownMasters known({at(1)});
     CHECK(known.hear_of(at(2), at(1)));  // no owner was heard yet
-    CHECK(known.hear(list_of(5, {at(1)})));
+    CHECK(known.hear(list_of(5, {at(1), at(3)})));
     CHECK(!known.hear_of(at(2), at(1)));
     CHECK(known.hear_of(at(2), at(1), true));
 }
