@@ -166,6 +166,9 @@ Status DirectoryClient::with_master(const std::function<Status()>& question) {
 // Between two calls: the other end has closed the connection, or says why it is about to. Only a call reads
 // from it. Where the masters are, as said meanwhile, is heard first.
 bool DirectoryClient::has_ended() {
+    // A call without time asks nothing: what has begun to come is left to the next one, which can wait for
+    // it.
+    if (WaitBudget::within(options_.timeout_ms) <= 0) return false;
     std::optional<CallTimeout> timeout;
     for (int lists = 0; lists < kListsMax; ++lists) {
         FrameHeader header;
@@ -177,7 +180,6 @@ bool DirectoryClient::has_ended() {
         const auto have = static_cast<size_t>(n);
         if (have == 0) return true;
         if (!timeout) timeout.emplace(*this);  // the rest of what has begun to come is waited for
-        if (!timeout->status()) return true;
         if (have < sizeof(header) &&
             !receive(reinterpret_cast<std::byte*>(&header) + have, sizeof(header) - have))
             return true;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "base/wait_budget.hpp"
 #include "directory/known_masters.hpp"
 #include "directory/master_addresses.hpp"
 #include "directory/master_claims.hpp"
@@ -395,6 +396,43 @@ TEST_CASE(
     REQUIRE(!members.ok());
     CHECK(members.error().code == code);
     for (const std::string& one : client.learned()) CHECK(one == at(1));  // of the sound WELCOME
+    client.close();
+    listener->stop();
+}
+
+TEST_CASE("masters: a list that comes to a call without any time left is heard by the next one") {
+    std::vector<std::byte> welcome = bytes_of(list_of(7, {at(1)})), frame;
+    write_masters_frame(frame, list_of(8, {at(2), at(3)}));
+    Mutex mutex;
+    std::vector<AuthenticatedConnection> callers;
+    Service service;
+    service.welcome = [&](std::string_view) -> Result<std::vector<std::byte>> { return welcome; };
+    service.serve = [&](AuthenticatedConnection caller) {
+        MutexLock lock(mutex);
+        callers.push_back(std::move(caller));
+    };
+    auto listener = listen(kToken, service);
+    DirectoryClientOptions options;
+    options.master = listener->addresses().front();
+    options.token = kToken;
+    options.timeout_ms = 500;
+    DirectoryClient client(options);
+    const auto ask_without_time = [&] {
+        WaitBudget budget(1);
+        WaitBudget::spent(1);
+        return client.members(true).error().code;
+    };
+    REQUIRE(until([&] { return ask_without_time() == Code::kTimeout; }));  // it has a connection now
+    {
+        MutexLock lock(mutex);
+        REQUIRE(callers.size() == 1);
+        REQUIRE(::send(callers.front().fd.get(), frame.data(), frame.size(), MSG_NOSIGNAL) ==
+                static_cast<ssize_t>(frame.size()));
+    }
+    CHECK(ask_without_time() == Code::kTimeout);  // and keeps it
+    CHECK(client.learned() == Addresses{at(1)});
+    CHECK(!client.members(true).ok());  // the peer answers nothing
+    CHECK(client.learned() == Addresses{at(2), at(3)});
     client.close();
     listener->stop();
 }
