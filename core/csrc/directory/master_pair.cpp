@@ -66,6 +66,13 @@ std::optional<Error> MasterPair::why_no_ends(uint64_t now_ms) const {
 
 std::optional<Error> MasterPair::why_no_orders(uint64_t now_ms) const {
     if (std::optional<Error> why = why_no_ends(now_ms)) return why;
+    if (is_unelected(now_ms)) {
+        return Error{
+            Code::kUnavailable,
+            "the election does not name the standby that the master has, and could not be changed for " +
+                std::to_string(options_.silent_ms) +
+                " ms, as where etcd is away; the master orders no removals before it is"};
+    }
     if (alone_ || attached()) return std::nullopt;
     return Error{Code::kUnavailable,
                  "the standby of the master is lost, and may take over; the master orders no removals before "
@@ -88,6 +95,16 @@ bool MasterPair::is_heard(const Word& word, uint64_t now_ms) const {
 }
 
 bool MasterPair::heard() { return master_.mirror().whole() && std::exchange(alone_, false); }
+
+void MasterPair::set_word_counts(bool counts, uint64_t now_ms) {
+    if (word_counts_ && !counts) word_counts_not_since_ms_ = now_ms;
+    word_counts_ = counts;
+}
+
+bool MasterPair::is_unelected(uint64_t now_ms) const {
+    return role_ == MasterRole::kOwner && !alone_ && attached() && !word_counts_ &&
+           now_ms - word_counts_not_since_ms_ > options_.silent_ms;
+}
 
 bool MasterPair::is_frame_due(uint64_t now_ms) {
     const Mirror& mirror = master_.mirror();

@@ -67,7 +67,9 @@ class MasterPair {
     uint8_t frame_flags() const;
     // Where masters are elected, another one may be entered as the standby, which may take over: the word of
     // this one does not count then.
-    void set_word_counts(bool counts) { word_counts_ = counts; }
+    void set_word_counts(bool counts, uint64_t now_ms);
+    // So it has been for silent_ms, as the election cannot be changed: why_no_orders, also for what waits.
+    bool is_unelected(uint64_t now_ms) const;
     bool is_overdue(uint64_t now_ms) const;
     uint64_t lag_ms(uint64_t now_ms) const;
     bool go_alone();  // false: there is a standby, or this is no owner
@@ -103,6 +105,7 @@ class MasterPair {
     uint64_t attachment_ = 0;
     bool alone_ = true;  // no standby's word is waited for
     bool word_counts_ = true;
+    uint64_t word_counts_not_since_ms_ = 0;  // where it does not
     Version told_closed_ = kNoVersion;
     uint64_t owner_lost_ms_ = 0;
     enum class HandOver { kNone, kClosing, kSent };

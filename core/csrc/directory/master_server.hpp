@@ -140,6 +140,7 @@ class MasterServer {
     void tell_masters(const MasterList& list);
     void append_masters(std::vector<std::byte>& welcome);
     void note_elected();
+    void refuse_held(const Error& why);  // what waits for the standby's word
     void lose_standby(const std::string& why);
     void tell_standby(uint64_t now_ms);
     void hear_standby();

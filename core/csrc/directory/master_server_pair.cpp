@@ -83,8 +83,8 @@ std::optional<Error> MasterServer::attach_standby(MasterLink& link, const std::s
 
 // Where the election names none, no other master takes over while the owner's lease runs.
 void MasterServer::note_elected() {
-    pair_.set_word_counts(elected_standby_ &&
-                          (elected_standby_->empty() || *elected_standby_ == standby_name_));
+    pair_.set_word_counts(
+        elected_standby_ && (elected_standby_->empty() || *elected_standby_ == standby_name_), now_ms());
 }
 
 bool MasterServer::set_elected_standby(std::optional<std::string> name) {
@@ -112,15 +112,19 @@ void MasterServer::lose_standby(const std::string& why) {
                    "the standby is lost: " + why +
                        "; no removal is ordered until it is back, or this master "
                        "is told that there is none (moonpool promote)");
-    // Their clients hear now that nothing is promised, not at their deadlines.
+    if (refusal) refuse_held(*refusal);
+    if (handed_over) go_on_serving();
+}
+
+// Clients hear now that nothing is promised, not at their deadlines.
+void MasterServer::refuse_held(const Error& why) {
     for (int fd : std::vector<int>(holding_.begin(), holding_.end())) {
         auto it = links_.find(fd);
-        if (it == links_.end() || !refusal) continue;
+        if (it == links_.end()) continue;
         std::shared_ptr<MasterLink> link = it->second;
-        if (!link->refuse_held(*refusal)) drop(fd);
+        if (!link->refuse_held(why)) drop(fd);
         holding_.erase(fd);
     }
-    if (handed_over) go_on_serving();
 }
 
 // After each frame that was served, and every tick.
@@ -291,6 +295,9 @@ void MasterServer::tick_pair(uint64_t now) {
     if (pair_.is_handed_over()) return end_hand_over();
     if (pair_.is_superseded()) return serve_no_longer();
     tell_standby(now);
+    if (pair_.is_unelected(now) && !holding_.empty()) {
+        if (std::optional<Error> why = pair_.why_no_orders(now)) refuse_held(*why);
+    }
     if (!stood_still && standby_fd_ >= 0 && pair_.is_overdue(now)) drop(standby_fd_);
     if (pair_.is_take_over_due(now)) take_over_now(now);
 }

@@ -488,6 +488,30 @@ TEST_CASE("masters: an elected owner acknowledges no removal by a standby that t
     CHECK(until([&] { return remove(client, 4).ok(); }));
 }
 
+TEST_CASE("masters: an owner whose standby the election does not name for long refuses, also what waits") {
+    auto owner = serve("127.0.0.1:0", [](MasterServerOptions& o) { o.elected = true; });
+    REQUIRE(owner->take_over());
+    REQUIRE(owner->set_elected_standby("one"));
+    auto standby = serve("127.0.0.1:0", [&](MasterServerOptions& o) {
+        o.elected = true;
+        o.name = "two";
+    });
+    REQUIRE(standby->follow(owner->addresses()[0]));
+    REQUIRE(until([&] { return owner->standby().is_whole; }));
+    DirectoryClientOptions options = client_options(owner->addresses()[0]);
+    options.timeout_ms = 10000;  // the answer comes before
+    DirectoryClient client(options);
+    for (int i = 0; i < 2; ++i) {  // the first one waits, the other is refused at once
+        Result<std::vector<Version>> status = remove(client, 1);
+        REQUIRE_FALSE(status);
+        CHECK(status.error().code == Code::kUnavailable);
+        CHECK(status.error().text.find("the election does not name the standby") != std::string::npos);
+    }
+    CHECK(client.members(true).ok());  // over the same connection
+    REQUIRE(owner->set_elected_standby("two"));
+    CHECK(remove(client, 2).ok());
+}
+
 TEST_CASE("masters: an owner acknowledges nothing behind the time for which it is the owner") {
     Master master(MasterLimits{}, 0, first_version(1000));
     MasterPair pair(master, {}, 0);
