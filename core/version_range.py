@@ -13,6 +13,11 @@ class VersionRange:
     lowest: int
     highest: int
 
+    @property
+    def valid(self) -> bool:
+        """Whether there is a version in it. What a peer says may be none."""
+        return self.lowest <= self.highest
+
     @classmethod
     def said(cls, version: int, lowest: int, highest: int) -> VersionRange:
         """What a peer says. lowest, highest: 0 of a release before ranges, which speaks ``version`` alone."""
@@ -30,12 +35,16 @@ class VersionRange:
 
     def common(self, other: VersionRange) -> int | None:
         """The highest that both speak; None: there is none."""
+        if not (self.valid and other.valid):
+            return None
         highest = min(self.highest, other.highest)
         return highest if highest in self and highest in other else None
 
     def none_in_common(self, name: str, peer: VersionRange, peer_name: str, what: str) -> str:
         """The sentence for it, about ``what``; ``name`` speaks these versions. The older side is to be
         upgraded."""
+        if not peer.valid:
+            return f"{peer_name} says a range of versions of {what} that is none"
         older = name if self.highest < peer.highest else peer_name
         return (
             f"{name} speaks {self} of {what}, {peer_name} {peer}, none in common; upgrade {older}, since "

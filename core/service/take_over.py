@@ -55,6 +55,20 @@ WORD_BYTES_MAX = 16
 _log = logging.getLogger("moonpool.node")
 
 
+def give_word(version: int) -> bytes:
+    """By which a new process asks for the node. Without a number behind it, as of a release before ranges, it
+    means version 1."""
+    return GIVE if version == 1 else GIVE + b" %d" % version
+
+
+def given_version(word: bytes) -> int | None:
+    """The version that give_word() says; None: it says none."""
+    if word == GIVE:
+        return 1
+    what, _, number = word.partition(b" ")
+    return int(number) if what == GIVE and number.isdigit() else None
+
+
 class Facts(msgspec.Struct, frozen=True):
     """What the running node says of itself. version, highest: the lowest and the highest version that it
     speaks, of which the new process takes the highest in common; highest 0: of a release before ranges, which
@@ -105,7 +119,7 @@ class Predecessor:
         """(descriptor of its description, further descriptors), which the caller owns. It serves no more from
         now on, until close()."""
         self._connection.settimeout(GIVE_S)
-        self._send(GIVE)
+        self._send(give_word(VERSIONS.common(self.facts.versions) or VERSIONS.lowest))
         packet, numbers = self._receive()
         try:
             count = int(packet)
@@ -316,7 +330,12 @@ class Offer:
             try:
                 connection.settimeout(ANSWER_S)
                 socket.send_fds(connection, [msgspec.json.encode(facts)], list(descriptors))
-                if connection.recv(len(GIVE)) == GIVE and not self._closed:
+                version = given_version(connection.recv(WORD_BYTES_MAX))
+                if version is not None and version not in VERSIONS:
+                    spoken = VersionRange(version, version)
+                    why = VERSIONS.none_in_common("the running node", spoken, "the new process", WHAT)
+                    connection.sendall(why.encode())
+                elif version is not None and not self._closed:
                     self._gives = True
                     try:
                         self._hand_over(connection)

@@ -39,6 +39,7 @@ from moonpool.disagg_proxy.peers.wire import (
     Change,
     Head,
     Kind,
+    OtherVersion,
     decode_changes,
     decode_head,
     encode,
@@ -82,6 +83,7 @@ class _Peer:
     asked_s: float = 0.0
     clock: PeerClock = field(default_factory=PeerClock)
     reads: VersionRange | None = None  # None: it was not heard
+    no_version: str = ""  # the last sentence in the log about a version that is not read here
 
 
 class PeerBus:
@@ -293,11 +295,23 @@ class PeerBus:
                 if len(frames) != 2:
                     raise ValueError(f"a message has 2 frames, not {len(frames)}")
                 self._take(peer, decode_head(frames[0]), frames[1])
+            except OtherVersion as error:
+                self._note_version(peer, error)
             except ValueError as error:
                 peer.counts.malformed += 1
                 if peer.counts.malformed == 1:
                     log.warning("another proxy at %s said what cannot be read: %s", peer.where, error)
         return True
+
+    def _note_version(self, peer: _Peer, other: OtherVersion) -> None:
+        """What that proxy reads is in the head of any version: this one answers in one of these."""
+        peer.reads = other.reads
+        if other.is_lasting:
+            peer.counts.malformed += 1
+        if peer.no_version != (text := str(other)):
+            peer.no_version = text
+            level = logging.WARNING if other.is_lasting else logging.INFO
+            log.log(level, "another proxy at %s said what cannot be read: %s", peer.where, text)
 
     def _take(self, peer: _Peer, head: Head, body: bytes) -> None:
         now_s = self._clock()

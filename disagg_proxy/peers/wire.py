@@ -110,31 +110,53 @@ _head = msgspec.msgpack.Decoder(Head)
 _changes = msgspec.msgpack.Decoder(list[Change])
 
 
+class OtherVersion(ValueError):
+    """A message of a version that this proxy does not read. reads: versions that its sender reads."""
+
+    def __init__(self, text: str, reads: VersionRange) -> None:
+        super().__init__(text)
+        self.reads = reads
+
+    @property
+    def is_lasting(self) -> bool:
+        """No version is in common. Else the sender takes one that this proxy reads once it has heard it."""
+        return VERSIONS.common(self.reads) is None
+
+
 def encode(head: Head, changes: list[Change]) -> list[bytes]:
     """The two frames of a message."""
     return [_encoder.encode(head), _encoder.encode(changes)]
 
 
 def decode_head(frame: bytes) -> Head:
-    """Raises ValueError."""
+    """Raises ValueError; OtherVersion, where the message is of a version that this proxy does not read."""
     try:
         head = _head.decode(frame)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"no head of a proxy's message: {error}") from error
     if head.version not in VERSIONS:
         if VERSIONS.common(head.reads) is not None:
-            raise ValueError(f"it sent version {head.version} before it had heard of this proxy")
-        raise ValueError(VERSIONS.none_in_common("this proxy", head.reads, "that one", WHAT))
+            text = f"it sent version {head.version}, which this proxy does not read, and has yet to hear it"
+        else:
+            text = VERSIONS.none_in_common("this proxy", head.reads, "that one", WHAT)
+        raise OtherVersion(text, head.reads)
     if head.kind not in (Kind.CHANGES, Kind.STATE):
         raise ValueError(f"a message of kind {head.kind}")
     return head
 
 
 def version_for(readers: Iterable[VersionRange | None], own: VersionRange = VERSIONS) -> int:
-    """The highest version that all ``readers`` read. None: a proxy that was not heard, which may be of the
-    release before. One that reads none of ``own`` does not count: it tells its operator."""
-    common = (own.lowest if reader is None else own.common(reader) for reader in readers)
-    return min((version for version in common if version is not None), default=own.highest)
+    """The version of ``own`` to send. Of those that most of the ``readers`` read, which are all of them among
+    adjacent releases, it is the highest. None: a proxy that was not heard, and may be of the release before;
+    while there is one it is the lowest of those. A reader that reads none of ``own`` tells its operator."""
+    all_readers = list(readers)
+    heard = [reader for reader in all_readers if reader is not None and own.common(reader) is not None]
+    read_by = dict.fromkeys(range(own.lowest, own.highest + 1), 0)
+    for version in read_by:
+        read_by[version] = sum(version in reader for reader in heard)
+    most = max(read_by.values())
+    suitable = [version for version, count in read_by.items() if count == most]
+    return min(suitable) if None in all_readers else max(suitable)
 
 
 def decode_changes(frame: bytes) -> list[Change]:

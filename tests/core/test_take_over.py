@@ -29,6 +29,7 @@ from moonpool.core.service.node import Node
 from moonpool.core.service.published_events import local_nodes
 from moonpool.core.service.take_over import Facts, Offer, find_predecessor
 from moonpool.core.store.keys import Ranges, block_digests, block_name
+from moonpool.core.version_range import VersionRange
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
@@ -368,12 +369,13 @@ def _is_busy(offer: OfferBed) -> bool:
 @pytest.mark.parametrize(
     ("lowest", "highest", "refusal"),
     [
-        (1, 0, None),  # of the release before, which says one version
-        (1, 1, None),
-        (1, 2, None),
+        (1, 0, ""),  # of the release before, which says one version
+        (1, 1, ""),
+        (1, 2, ""),
         (2, 0, "the running node version 2, none in common; upgrade this release"),
         (2, 3, "the running node versions 2 to 3, none in common; upgrade this release"),
         (0, 0, "the running node version 0, none in common; upgrade the running node"),
+        (3, 1, None),
     ],
 )
 def test_a_running_node_of_another_release(
@@ -391,13 +393,48 @@ def test_a_running_node_of_another_release(
             let_go=lambda: None,
         )
         stack.callback(offer.close)
-        if refusal is None:
+        if refusal == "":
             predecessor = find_predecessor(path)
             assert predecessor is not None
             predecessor.close()
             return
-        with pytest.raises(ConfigError, match=f"this release speaks version 1 of the take-over, {refusal}"):
+        expected = "the running node says a range of versions of the take-over that is none"
+        if refusal is not None:
+            expected = f"this release speaks version 1 of the take-over, {refusal}"
+        with pytest.raises(ConfigError, match=expected):
             find_predecessor(path)
+
+
+def test_the_running_node_hears_in_which_version_it_is_taken_over(
+    offer: OfferBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
+        asker.settimeout(START_S)
+        asker.connect(str(paths.socket_take_over(offer.path)))
+        _, numbers, _, _ = socket.recv_fds(asker, 1 << 16, 8)
+        for number in numbers:
+            os.close(number)
+        asker.sendall(b"give 2")  # of a process that took the range for another one
+        refusal = asker.recv(1 << 12)
+    assert refusal == (
+        b"the running node speaks version 1 of the take-over, the new process version 2, none in common; "
+        b"upgrade the running node, since only adjacent releases work together"
+    )
+    assert offer.done == []
+
+    monkeypatch.setattr(take_over, "VERSIONS", VersionRange(1, 2))
+    words: list[bytes] = []
+    monkeypatch.setattr(take_over.Predecessor, "_send", lambda _, word: words.append(word))
+    monkeypatch.setattr(take_over.Predecessor, "_receive", lambda _: pytest.fail("it asked"))
+    for highest, word in ((0, b"give"), (1, b"give"), (2, b"give 2"), (3, b"give 2")):
+        found = offer.find()
+        found.facts = Facts(1, 1, {}, "", highest=highest)
+        with pytest.raises(pytest.fail.Exception, match="it asked"):
+            found.take_what_it_has()
+        found.close()
+        assert words.pop() == word
+        assert take_over.given_version(word) == (2 if highest > 1 else 1)
+        until(lambda: not offer._offer._busy.locked(), START_S)
 
 
 # ---- which process serves

@@ -22,6 +22,16 @@ def test_what_a_peer_says() -> None:
     assert VersionRange(1, 2).common(VersionRange(3, 2)) is None
 
 
+def test_a_range_without_a_version_has_its_own_sentence() -> None:
+    own = VersionRange(1, 2)
+    for none in (VersionRange(3, 1), VersionRange(2, 0)):
+        assert not none.valid
+        assert own.common(none) is none.common(own) is None
+        assert own.none_in_common("here", none, "there", "it") == (
+            "there says a range of versions of it that is none"
+        )
+
+
 def test_the_sentence_names_both_and_the_older_one() -> None:
     one, later = VersionRange(1, 1), VersionRange(2, 3)
     expected = "here speaks version 1 of it, there versions 2 to 3, none in common; upgrade here, since only"

@@ -15,6 +15,7 @@ import zmq
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.service import zmq_curve
+from moonpool.core.version_range import VersionRange
 from moonpool.disagg_proxy.peers.peer_bus import PeerBus
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.peers.wire import (
@@ -305,6 +306,40 @@ def test_a_proxy_of_an_adjacent_release(at: Callable[[str], str], lowest: int, h
         assert sub.poll(int(DEADLINE_S * 1000))
         head = decode_head(sub.recv_multipart()[0])
         assert (head.version, head.lowest, head.highest) == (1, 1, 1)
+    context.destroy(0)
+
+
+def test_a_version_before_it_was_heard_is_no_fault_and_a_lasting_one_is_logged(
+    at: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A proxy behind the same address is upgraded twice."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pub, sub = context.socket(zmq.XPUB), context.socket(zmq.SUB)
+    pub.bind(at("fake"))
+    proxy = Proxy(at("a"), at("fake"), silent_s=DEADLINE_S)
+    sub.subscribe(b"")
+    sub.connect(at("a"))
+
+    def wait(done: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + DEADLINE_S
+        while not done():
+            assert time.monotonic() < until_s, caplog.text
+            threading.Event().wait(0.01)
+
+    with proxies(proxy), caplog.at_level("INFO", logger="moonpool.proxy"):
+        assert pub.poll(int(DEADLINE_S * 1000))
+        for _ in range(3):
+            pub.send_multipart(encode(Head(2, "fake", 1, Kind.STATE, 0.0, 1, 2), []))
+        wait(lambda: "has yet to hear it" in caplog.text)
+        (peer,) = proxy.bus._peers.values()
+        assert peer.reads == VersionRange(1, 2)  # as the next message of this proxy is to be one of these
+        (row,) = proxy.bus.stats().values()
+        assert row["malformed_total"] == 0
+        assert not [record for record in caplog.records if record.levelname == "WARNING"]
+        for _ in range(3):
+            pub.send_multipart(encode(Head(2, "fake", 1, Kind.STATE, 0.0, 2, 3), []))
+        wait(lambda: proxy.bus.stats()[at("fake")]["malformed_total"] == 3)
+        assert caplog.text.count("none in common; upgrade this proxy") == 1
     context.destroy(0)
 
 

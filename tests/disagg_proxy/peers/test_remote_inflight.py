@@ -301,6 +301,9 @@ def test_proxies_of_adjacent_releases_send_what_all_of_them_read() -> None:
     assert version_for([both, one], both) == 1
     assert version_for([both, None], both) == 1  # not heard yet: it may be of the release before
     assert version_for([both, VersionRange(3, 3)], both) == 2
+    assert version_for([later, None], both) == 2  # none of release 1 is there: that one reads it no more
+    assert version_for([VersionRange(2, 3), both, None], VersionRange(1, 3)) == 2
+    assert version_for([one, later, two], both) == 2  # none is read by all: by most of them
     assert version_for([one], two) == 2  # that one refuses it, and tells its operator
 
     def refusal(version: int, lowest: int, highest: int) -> str:
@@ -311,7 +314,9 @@ def test_proxies_of_adjacent_releases_send_what_all_of_them_read() -> None:
     own = "this proxy speaks version 1 of the messages between proxies, that one"
     assert refusal(2, 2, 3).startswith(f"{own} versions 2 to 3, none in common; upgrade this proxy")
     assert refusal(2, 0, 0).startswith(f"{own} version 2, none in common; upgrade this proxy")
+    none = "that one says a range of versions of the messages between proxies that is none"
+    assert refusal(2, 3, 2) == none
     assert refusal(0, 0, 0).startswith(f"{own} version 0, none in common; upgrade that one")
-    assert refusal(2, 1, 2) == "it sent version 2 before it had heard of this proxy"
+    assert refusal(2, 1, 2) == "it sent version 2, which this proxy does not read, and has yet to hear it"
     assert decode_head(encode(Head(1, "me", 7, Kind.STATE, 0.0, 1, 2), [])[0]).reads == both
     assert decode_head(encode(Head(1, "me", 7, Kind.STATE), [])[0]).reads == one
