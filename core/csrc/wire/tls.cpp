@@ -23,6 +23,7 @@
 #include <new>
 #include <utility>
 
+#include "base/mutex.hpp"
 #include "wire/address.hpp"
 #include "wire/openssl.hpp"
 
@@ -181,15 +182,16 @@ struct TlsStream::Wire {
 
     // One for the process, as OpenSSL is. Null: no memory.
     static const bio_method_st* method(const OpenSsl& lib) {
-        static const bio_method_st* const kept = [&lib] {
-            bio_method_st* made = lib.BIO_meth_new(lib.BIO_get_new_index() | kBioSource, "moonpool");
-            if (made == nullptr) return made;
-            lib.BIO_meth_set_read(made, read);
-            lib.BIO_meth_set_write(made, write);
-            lib.BIO_meth_set_ctrl(made, control);
-            return made;
-        }();
-        return kept;
+        static Mutex mutex;
+        static const bio_method_st* kept = nullptr;
+        MutexLock lock(mutex);
+        if (kept != nullptr) return kept;
+        bio_method_st* made = lib.BIO_meth_new(lib.BIO_get_new_index() | kBioSource, "moonpool");
+        if (made == nullptr) return made;  // the next stream tries again
+        lib.BIO_meth_set_read(made, read);
+        lib.BIO_meth_set_write(made, write);
+        lib.BIO_meth_set_ctrl(made, control);
+        return kept = made;
     }
 
    private:
@@ -283,6 +285,7 @@ int TlsStream::give(std::byte* into, size_t size) {
     const size_t got = static_cast<size_t>(n), own = std::min(got, wanted);
     if (is_server_ && header_[0] == kTlsHandshake && !hello_.fits(into, own)) {
         broken_ = true;
+        own_reason_ = "its ClientHello is too long";
         return stop(-1, EPROTO);
     }
     have_ += own;
@@ -303,6 +306,7 @@ void TlsStream::end_record(size_t bytes_of_next) {
 // Takes all of it, so that there is no partial write that OpenSSL would have to repeat. False: no memory;
 // an exception may not pass through OpenSSL.
 bool TlsStream::keep(const std::byte* from, size_t size) {
+    if (size == 0) return true;
     if (!make_room(size)) return false;
     std::memcpy(sending_.get() + sending_bytes_, from, size);
     sending_bytes_ += size;
@@ -388,12 +392,17 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
             (void)flush(fd);  // the alert that tells the other side
             return over();
         }
+        if (stopped_ < 0 && stopped_errno_ != EAGAIN && stopped_errno_ != EINTR) {
+            lost_errno_ = stopped_errno_;
+            return over();
+        }
         if (stopped_ <= 0) {
             errno = stopped_errno_;
             return stopped_;
         }
         if (++textless_ > kTextlessRecordsMax) {
             broken_ = true;
+            own_reason_ = "it sends records without text, again and again";
             return over();
         }
     }
@@ -403,8 +412,8 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
 
 // What is the end of the stream for the caller that meets it is so for all that follow.
 ssize_t TlsStream::over() const {
-    if (!broken_) return 0;
-    errno = EPROTO;
+    if (!broken_ && lost_errno_ == 0) return 0;
+    errno = broken_ ? EPROTO : lost_errno_;
     return -1;
 }
 
@@ -526,7 +535,9 @@ Error TlsStream::error(const std::string& peer) const {
                                       lib_.reason(reason_) + "); " + use_.unaccepted};
     }
     return Error{Code::kProtocol, "TLS with " + peer + " broke: " +
-                                      (reason_ == 0 ? "what came is no TLS" : lib_.reason(reason_))};
+                                      (!own_reason_.empty() ? own_reason_
+                                       : reason_ == 0       ? "what came is no TLS"
+                                                            : lib_.reason(reason_))};
 }
 
 Result<std::shared_ptr<TlsServer>> TlsServer::create(const TlsFiles& files) {

@@ -92,7 +92,7 @@ class TlsStream {
     void listen(int fd);
     void end_record(size_t bytes_of_next);
     Step fail();
-    bool is_over() const { return broken_ || ended_well_; }
+    bool is_over() const { return broken_ || ended_well_ || lost_errno_ != 0; }
     ssize_t over() const;
 
     const OpenSsl& lib_;
@@ -121,6 +121,8 @@ class TlsStream {
     size_t sent_ = 0;
     long verify_result_ = 0;
     unsigned long reason_ = 0;  // OpenSSL's
+    std::string own_reason_;    // where it was not OpenSSL that found a fault
+    int lost_errno_ = 0;        // of the socket, which says it once
 };
 
 class TlsServer {

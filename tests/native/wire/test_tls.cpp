@@ -2,6 +2,7 @@
 // listening port.
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -321,6 +322,55 @@ TEST_CASE("tls: random bytes, whole and cut records, in any order") {
         for (int i = 0; i < 10000 && step == Step::kWait; ++i) step = stream->handshake(pair.near.get());
         CHECK(step == Step::kFailed);
     }
+}
+
+TEST_CASE("tls: a socket that has failed has failed for each later call") {
+    Fd listening(::socket(AF_INET, SOCK_STREAM, 0));
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(at);
+    REQUIRE(::bind(listening.get(), reinterpret_cast<sockaddr*>(&at), size) == 0);
+    REQUIRE(::listen(listening.get(), 1) == 0);
+    REQUIRE(::getsockname(listening.get(), reinterpret_cast<sockaddr*>(&at), &size) == 0);
+    Fd near(::socket(AF_INET, SOCK_STREAM, 0));
+    REQUIRE(::connect(near.get(), reinterpret_cast<sockaddr*>(&at), size) == 0);
+    Fd far(::accept(listening.get(), nullptr, nullptr));
+    REQUIRE(far.valid());
+    auto client = std::move(*tls_client("authority", "localhost")->open("localhost:1"));
+    auto server = std::move(*tls_server()->open());
+    Step up = Step::kWait, down = Step::kWait;
+    while (up != Step::kDone || down != Step::kDone) {
+        if (up == Step::kWait) up = client->handshake(near.get());
+        if (down == Step::kWait) down = server->handshake(far.get());
+        REQUIRE(up != Step::kFailed);
+        REQUIRE(down != Step::kFailed);
+    }
+    REQUIRE(client->send(near.get(), "0123456789", 10) == 10);
+    char text[20];
+    pollfd look{far.get(), POLLIN, 0};
+    REQUIRE(::poll(&look, 1, 10000) == 1);
+    REQUIRE(server->receive(far.get(), text, sizeof(text)) == 10);
+    const linger hard{1, 0};
+    REQUIRE(::setsockopt(near.get(), SOL_SOCKET, SO_LINGER, &hard, sizeof(hard)) == 0);
+    near.reset();  // the kernel tells the other end of it once
+    REQUIRE(::poll(&look, 1, 10000) == 1);
+    for (int i = 0; i < 3; ++i) {
+        errno = 0;
+        CHECK(server->receive(far.get(), text, sizeof(text)) == -1);
+        CHECK(errno == ECONNRESET);
+    }
+    CHECK_FALSE(server->ended_well());
+}
+
+TEST_CASE("tls: a ClientHello that is too long is called so") {
+    Pair pair;
+    auto stream = std::move(*tls_server()->open());
+    // A record of 8 bytes: a ClientHello of 1 MiB begins.
+    const unsigned char bytes[] = {22, 3, 1, 0, 8, 1, 0x10, 0, 0, 3, 3, 0, 0};
+    REQUIRE(::send(pair.far.get(), bytes, sizeof(bytes), 0) == static_cast<ssize_t>(sizeof(bytes)));
+    REQUIRE(stream->handshake(pair.near.get()) == Step::kFailed);
+    says(stream->error("the caller"), "TLS with the caller broke: its ClientHello is too long");
 }
 
 TEST_CASE("tls: a caller arrives inside TLS, and the stream goes on with its new owner") {
