@@ -408,7 +408,7 @@ bool Connection::on_events(uint32_t events) {
     if ((events & EPOLLOUT) != 0) alive = flush() && serve();
     if (alive && (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) alive = on_readable(now_ms());
     if (!alive) server_.drop(fd());
-    if (alive && server_.gives_ && is_quiet()) server_.mute(*this);
+    if (alive && server_.gives_ && is_quiet() && !ends_here_) server_.mute(*this);
     return alive;
 }
 

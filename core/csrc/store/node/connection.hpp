@@ -55,6 +55,11 @@ class Connection final : public EventHandler {
                queue_.pieces().empty();
     }
     HandedConnection give() const;  // only where it can be given
+    // Ends what a client of another host has under way, with the reason. It is read out here, as long as this
+    // process lives, and is not given. False: it is over; so where a READ is half out, behind whose bytes no
+    // frame can follow.
+    bool end_unfinished(const std::string& why);
+    bool ends_here() const { return ends_here_; }
     bool listen_again();            // after Server::mute(), or adopted; false: the connection is over
     int fd() const { return fd_.get(); }
     bool proved() const { return pool_ != nullptr; }
@@ -170,6 +175,7 @@ class Connection final : public EventHandler {
     uint32_t events_ = kFirstEvents;
     bool cut_off_ = false;                // by the node, not ended by its client
     bool ended_ = false;                  // refused; kept for what its client holds
+    bool ends_here_ = false;              // by end_unfinished()
     std::optional<RelayCaller> relayed_;  // its client asks the master
     std::map<uint64_t, Extent> leases_;   // its own, by offset
     uint64_t leased_bytes_ = 0;

@@ -27,6 +27,14 @@ HandedConnection Connection::give() const {
     return handed;
 }
 
+bool Connection::end_unfinished(const std::string& why) {
+    if (!remote_ || relayed_ || !queue_.pieces().empty()) return false;
+    if (put_ == nullptr && parked_ == nullptr) return false;
+    unpark();
+    ends_here_ = fail(Code::kUnavailable, why);
+    return ends_here_;
+}
+
 bool Connection::listen_again() {
     return server_.loop_->add(fd_.get(), events_, server_.connections_.at(fd_.get()));
 }

@@ -14,9 +14,9 @@
 //      there when memory is used again. They ask the node instead, and connect anew for the new index.
 //
 // The node is given whole or not at all: until let_go() nothing that the new process does has an effect here,
-// and take_back() undoes 3, 2 and 1. What cannot go along ends in 2, with what it holds, as at a node's stop:
-// connections in TLS, and those in the middle of a PUT or of the bytes of a READ. Its client connects anew,
-// with whichever process serves. No client of the own host is among them: their frames are short, and their
+// and take_back() undoes 3, 2 and 1. What cannot go along ends in 2, with what it holds: connections in TLS,
+// and those in the middle of a PUT, of a wait for a disk, or of the bytes of a READ. But for the last, whose
+// frame is half out, an ERROR says why. Its client connects anew, with whichever process serves. No client of the own host is among them: their frames are short, and their
 // bytes move in memory.
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -42,6 +42,9 @@ constexpr uint32_t kQuietMs = 300;        // for what is in the middle of someth
 constexpr uint32_t kDiskMs = 3000;        // for what is being written to, or read from, a disk
 constexpr uint32_t kReopenMs = 10'000;    // until the other process has given up the directories
 constexpr uint32_t kDescribeMs = 60'000;  // 1 ms for each 1,000 objects is what it takes
+constexpr const char* kReplacedText =
+    "another process takes over from this node (moonpool node --take-over), which ended what was under way "
+    "here for over 300 ms; try again";
 constexpr uint64_t kDescribedBytesMax = 64ull << 30;
 
 Result<Fd> memory_file(std::span<const std::byte> bytes) {
@@ -209,7 +212,7 @@ void Server::mute_quiet() {
     gives_ = true;
     if (ssd_ != nullptr) ssd_->pause();
     for (auto& [fd, connection] : connections_) {
-        if (!muted_.contains(fd) && connection->is_quiet()) mute(*connection);
+        if (!muted_.contains(fd) && connection->is_quiet() && !connection->ends_here()) mute(*connection);
     }
 }
 
@@ -225,7 +228,8 @@ void Server::end_unfinished() {
     }
     for (int fd : unfinished) {
         muted_.erase(fd);
-        drop(fd, true);
+        // Its client may be about to send for a while; unread bytes behind a close would take the reason away.
+        if (!connections_.at(fd)->end_unfinished(kReplacedText)) drop(fd, true);
     }
 }
 
@@ -245,6 +249,7 @@ HandedNode Server::describe(std::vector<int>& descriptors) {
     }
     node.ranges = removals_.give();
     for (auto& [fd, connection] : connections_) {
+        if (connection->ends_here()) continue;
         node.connections.push_back(connection->give());
         descriptors.push_back(fd);
     }
