@@ -299,6 +299,7 @@ class Node(ServiceProcess["_native.Server"]):
             predecessor.close()
             raise
         self._replaced = False
+        server.learn_masters(predecessor.facts.learned)
         server.start()
         self._report(predecessor)
         return server
@@ -341,6 +342,7 @@ class Node(ServiceProcess["_native.Server"]):
             len(http),
             self.config.node.dram,
             VERSIONS.highest,
+            self._server.learned_masters,
         )
         return facts, [self._claim.lock, *http]
 

@@ -74,7 +74,8 @@ class Facts(msgspec.Struct, frozen=True):
     speaks, of which the new process takes the highest in common; highest 0: of a release before ranges, which
     speaks ``version`` alone. settings: by their names, those that both processes must have alike;
     dram: of them, node.dram in bytes; refused: why it cannot be taken over now, else empty.
-    http_sockets: descriptors of its pages."""
+    http_sockets: descriptors of its pages. learned: of each range of masters, with commas, those that it has
+    learned; empty: none, or of the release before, which does not say."""
 
     version: int
     pid: int
@@ -84,6 +85,7 @@ class Facts(msgspec.Struct, frozen=True):
     http_sockets: int = 0
     dram: int = 0
     highest: int = 0
+    learned: list[str] = []
 
     @property
     def versions(self) -> VersionRange:

@@ -104,6 +104,10 @@ class Server:
         """
         Whether the threads that serve answer within so many seconds.
         """
+    def learn_masters(self, of_ranges: collections.abc.Sequence[str]) -> None:
+        """
+        learned_masters of the process before. Call it before start().
+        """
     def let_go(self) -> None:
         """
         After give(): it has ended, and the other process serves.
@@ -169,6 +173,11 @@ class Server:
     def events_fd(self) -> int:
         """
         Readable when take_events() has rows.
+        """
+    @property
+    def learned_masters(self) -> list[str]:
+        """
+        Of each range, with commas: masters that are not in the list it was given.
         """
     @property
     def name(self) -> str:

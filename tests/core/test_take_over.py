@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from moonpool import STORED, Presence
+from moonpool import STORED, Presence, _native
 from moonpool.core.config import paths
 from moonpool.core.config.config import load
+from moonpool.core.config.native_settings import master_settings
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service import take_over
 from moonpool.core.service.drain import DrainRequest
@@ -36,7 +38,7 @@ from moonpool.disagg_proxy.events.subscriber import Subscriber
 from tests.descriptors import speaks
 
 from .master_bed import MasterProcess, environment
-from .store_bed import until
+from .store_bed import TOKEN, until
 from .take_over_bed import START_S, Load, NodeCommand, OfferBed, make_server
 
 KIB = 1 << 10
@@ -435,6 +437,40 @@ def test_the_running_node_hears_in_which_version_it_is_taken_over(
         assert words.pop() == word
         assert take_over.given_version(word) == (2 if highest > 1 else 1)
         until(lambda: not offer._offer._busy.locked(), START_S)
+
+
+def test_masters_that_were_learned_go_along(runtime: Path) -> None:
+    """Where none that is configured is there any more, the new process could learn them of no other."""
+    with ExitStack() as stack:
+        owner = _native.MasterServer(["127.0.0.1:0"], TOKEN, master_settings())
+        stack.callback(owner.stop)
+        owner.start()
+        node = NodeCommand("a", "--master", owner.addresses[0])
+        stack.callback(node.close)
+        standby = _native.MasterServer(
+            ["127.0.0.1:0"], TOKEN, master_settings(), standby_of=owner.addresses[0]
+        )
+        stack.callback(standby.stop)
+        standby.start()
+
+        def masters() -> dict[str, float]:
+            page: dict[str, dict[str, float]] = get_json(f"{node.http}/stat")
+            return {name: page["metrics"][f"masters_{name}"] for name in ("learned", "joined")}
+
+        until(lambda: masters() == {"learned": 1, "joined": 2}, START_S)
+        owner.stop()
+        until(lambda: masters() == {"learned": 1, "joined": 1}, START_S)
+        for _ in range(2):
+            node.replace()
+            until(lambda: masters() == {"learned": 1, "joined": 1}, START_S)
+
+
+def test_facts_of_the_release_before_name_no_learned_masters() -> None:
+    facts = msgspec.json.decode(b'{"version":1,"pid":7,"settings":{},"advertise":"","highest":1}', type=Facts)
+    assert facts.learned == []
+    # And the release before passes over what it does not know.
+    more = msgspec.json.encode(Facts(1, 7, {}, "", learned=["10.0.0.1:7700"])).replace(b"learned", b"unknown")
+    assert msgspec.json.decode(more, type=Facts).learned == []
 
 
 # ---- which process serves

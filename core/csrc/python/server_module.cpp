@@ -389,6 +389,10 @@ void bind_server(py::module_& m) {
         .def("take_back", &PyServer::take_back, "After give(): it serves as before.")
         .def("let_go", &PyServer::let_go, "After give(): it has ended, and the other process serves.")
         .def_property_readonly("why_not_given", &PyServer::why_not_given, "Empty: give() may be called.")
+        .def_property_readonly("learned_masters", &PyServer::learned_masters,
+                               "Of each range, with commas: masters that are not in the list it was given.")
+        .def("learn_masters", &PyServer::learn_masters, py::arg("of_ranges"),
+             "learned_masters of the process before. Call it before start().")
         .def("is_alive", &PyServer::is_alive, py::arg("timeout_s"),
              "Whether the threads that serve answer within so many seconds.")
         .def("memory", &PyServer::memory,

@@ -43,6 +43,8 @@ class PyServer {
     void take_back();
     void let_go();
     std::string why_not_given() const { return server_->why_not_given(); }
+    std::vector<std::string> learned_masters() const { return server_->learned_masters(); }
+    void learn_masters(std::vector<std::string> of_ranges) { server_->learn_masters(std::move(of_ranges)); }
     bool is_alive(double timeout_s);
     py::tuple memory() const;
     py::list take_notes();

@@ -47,7 +47,8 @@ NodeMember::NodeMember(const ClusterOptions& options, const Secrets& token, cons
       holdings_(pools, ssd, removals),
       run_on_loop_(std::move(run_on_loop)),
       stands_still_(std::move(stands_still)),
-      agents_(agent_options(options, token, socket_path, incarnation)) {
+      agents_(agent_options(options, token, socket_path, incarnation)),
+      handed_(options.learned) {
     std::vector<std::string> ranges = split_ranges(options.master);
     const auto count = static_cast<uint32_t>(ranges.size());
     DeltaLog* next = nullptr;
@@ -100,7 +101,7 @@ MemberAgentOptions NodeMember::agent_of(std::string master, const Range& range) 
     return agent;
 }
 
-// On an agent's thread.
+// On an agent's thread, or in start().
 void NodeMember::hear(const Range& range, const Heard& heard) {
     MutexLock lock(masters_mutex_);
     if (!running_) return;
@@ -161,6 +162,21 @@ std::string NodeMember::masters() const {
     return list;
 }
 
+std::vector<std::string> NodeMember::learned() const {
+    std::vector<std::string> of_ranges;
+    MutexLock lock(masters_mutex_);
+    for (const KnownMasters& known : known_) {
+        std::string& list = of_ranges.emplace_back();
+        for (const std::string& one : known.learned()) list += (list.empty() ? "" : ",") + one;
+    }
+    return of_ranges;
+}
+
+size_t NodeMember::known_count() const {
+    MutexLock lock(masters_mutex_);
+    return known_.size();
+}
+
 std::vector<NodeMember::ToMaster*> NodeMember::all() const {
     std::vector<ToMaster*> list;
     MutexLock lock(masters_mutex_);
@@ -175,6 +191,14 @@ Status NodeMember::start() {
     }
     for (ToMaster* to : all()) {
         if (Status status = to->agent.start(); !status) return status;
+    }
+    // An owner's list has the last word on them, as on all that is learned.
+    if (const auto count = static_cast<uint32_t>(handed_.size()); count == known_count()) {
+        for (uint32_t index = 0; index < count; ++index) {
+            MasterList list;
+            for (const std::string& one : split_addresses(handed_[index])) list.add(one);
+            hear(Range{index, count}, [&](KnownMasters& known, bool) { return known.hear(list); });
+        }
     }
     return success();
 }

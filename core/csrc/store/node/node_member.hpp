@@ -32,6 +32,8 @@ struct ClusterOptions {
     // "host:port", or several of one range with commas, and of several ranges with semicolons between; empty:
     // the node is alone
     std::string master;
+    // Of each range, with commas: learned by the process before this one. Empty: none.
+    std::vector<std::string> learned;
     std::string name;           // of the node, within its host
     std::string host_id;        // equal for all processes of a host
     std::string address;        // of its wire, as others reach it
@@ -81,6 +83,8 @@ class NodeMember {
     // Of all ranges, with the learned ones that this node has joined, as in ClusterOptions::master. Any
     // thread, never waits.
     std::string masters() const;
+    // As ClusterOptions::learned, for the process after this one. Any thread.
+    std::vector<std::string> learned() const;
     // What the master of a range asks for; on any thread but the loop's. False when it was not done in time.
     bool drop(const Drops& drops, const Range& range = {});
 
@@ -117,13 +121,15 @@ class NodeMember {
     };
     using Heard = std::function<bool(KnownMasters&, bool none_answers)>;
     void hear(const Range& range, const Heard& heard);
+    size_t known_count() const;  // of ranges
     void follow(const Range& range, const std::vector<std::string>& learned) REQUIRES(masters_mutex_);
     MemberAgentOptions agent_of(std::string master, const Range& range);
     std::vector<ToMaster*> all() const;  // those of one range behind each other
 
     const MemberAgentOptions agents_;  // what all of them have
     ForkGuard fork_;
-    mutable Mutex masters_mutex_;  // held for moments: no agent is waited for
+    const std::vector<std::string> handed_;  // ClusterOptions::learned
+    mutable Mutex masters_mutex_;            // held for moments: no agent is waited for
     bool running_ GUARDED_BY(masters_mutex_) = false;
     bool starts_again_ GUARDED_BY(masters_mutex_) = false;  // the thread of an agent could not be started
     DeltaLog* last_ GUARDED_BY(masters_mutex_) = nullptr;

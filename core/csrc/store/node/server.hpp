@@ -93,6 +93,13 @@ class Server {
     void let_go();
     // Why it cannot be given; empty: it can.
     std::string why_not_given() const;
+    // Of a node that is a member, as ClusterOptions::learned; learn_masters() is of before start().
+    std::vector<std::string> learned_masters() const {
+        return started_ && member_ != nullptr ? member_->learned() : std::vector<std::string>();
+    }
+    void learn_masters(std::vector<std::string> of_ranges) {
+        options_.cluster.learned = std::move(of_ranges);
+    }
 
     // Whether the loop, and the listener where there is one, answer within the time; any other thread.
     bool is_alive(uint32_t timeout_ms);
