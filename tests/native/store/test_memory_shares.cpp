@@ -301,6 +301,24 @@ TEST_CASE("a need gets what others can give where the host has not what no tenan
     t.check();
 }
 
+TEST_CASE("an object of more than 64 MiB gets the memory that is lent with its first put") {
+    constexpr uint64_t kLarge = 88 * kMiB;
+    Tenants t({{"a", 200 * kMiB, limits(0)}, {"b", 8 * kMiB, limits(0, 200 * kMiB)}});
+    t.put_many(0, 800);
+    REQUIRE(t.put(1, 0, kLarge));
+    CHECK(t.slot(1, 0) != kNoSlot);
+    CHECK(t.pool(1).held_bytes() >= kLarge);
+    // Of it so much only as leaves the giver as far above its minimum.
+    CHECK(t.pool(0).held_bytes() + 2 * kMiB >= t.pool(1).held_bytes());
+    CHECK(t.pool(0).share_counters().evicted_bytes <= kLarge + 8 * kMiB);
+    t.check();
+    // One that does not come together evicts nothing.
+    const uint64_t before = t.pool(0).table().counters().evicted_total;
+    CHECK_FALSE(t.put(1, 1, 150 * kMiB));
+    CHECK(t.pool(0).table().counters().evicted_total == before);
+    t.check();
+}
+
 TEST_CASE("limits change while the node runs") {
     Tenants t({{"a", 16 * kMiB, limits(4 * kMiB)}, {"b", 16 * kMiB, limits(4 * kMiB, 24 * kMiB)}});
     t.put_many(0, 64);

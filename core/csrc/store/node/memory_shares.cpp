@@ -133,6 +133,18 @@ uint64_t MemoryShares::could_give(const Tenant& taker) const {
     return bytes;
 }
 
+// Of what others use, up to `bytes`, a part at a time: each evicts so much only, and looks anew at who has
+// the most. Nothing is evicted where what is needed does not come together all the same.
+uint64_t MemoryShares::collect_shares(Tenant& taker, uint64_t bytes, uint64_t needed) {
+    const auto end = std::chrono::steady_clock::now() + kGetMs;
+    while (taker.coming < bytes && taker.coming + could_give(taker) >= needed) {
+        uint64_t got = collect(taker, std::min(bytes - taker.coming, kGetBytes), above_share, kTickObjects);
+        taker.coming += got;
+        if (got == 0 || std::chrono::steady_clock::now() >= end) break;
+    }
+    return std::exchange(taker.coming, 0);
+}
+
 // Memory that no tenant has. What the host lacks, though it was said to be the tenants', is no more counted
 // on for a while.
 uint64_t MemoryShares::take(Tenant& taker, uint64_t bytes, uint64_t piece) {
@@ -151,17 +163,15 @@ uint64_t MemoryShares::get(Pool& pool, uint64_t bytes, uint64_t piece) {
     uint64_t most = std::min(taker->bounds.max, pool.arena_bytes());
     bytes = std::min((bytes + grain - 1) / grain * grain,
                      (most - std::min(most, pool.held_bytes())) / grain * grain);
-    bytes = std::min(bytes, kGetBytes);
+    bytes = std::min(bytes, std::max((piece + grain - 1) / grain * grain, kGetBytes));
     uint64_t taken = 0;
     // Once more where the host has less than the tenants were to have: then others' memory is all there is.
     for (int tries = 0; tries < 2 && taken < bytes; ++tries) {
         uint64_t lacks = bytes - taken;
         uint64_t there = spare() / grain * grain;
         if (there < lacks) there += collect(*taker, lacks - there, unused, 0);
-        // Nothing is evicted where the piece does not come together all the same.
         uint64_t needed = std::min(piece, bytes) - std::min({piece, bytes, taken});
-        if (there < lacks && there + could_give(*taker) >= needed)
-            there += collect(*taker, lacks - there, above_share, kTickObjects);
+        if (there < lacks) there += collect_shares(*taker, lacks - there, needed - std::min(needed, there));
         there = std::min(lacks, there);
         if (there == 0) break;
         uint64_t got = take(*taker, there, taken == 0 ? piece : 0);

@@ -14,6 +14,7 @@
 // The node's loop owns it. Cost: O(tenants with limits) whenever a tenant is short of memory.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -56,10 +57,11 @@ class MemoryShares {
     static constexpr uint64_t kTickBytes = 64ull << 20;  // that one tick takes back of one tenant,
     static constexpr uint64_t kTickObjects = 4096;       // and what it evicts by age for that, a few ms
     static constexpr uint32_t kTickSorts = 50'000;       // objects for each tick that it then pauses
-    static constexpr uint64_t kGetBytes = 64ull << 20;   // that one need gets
-    static constexpr size_t kGiversMax = 4;              // that are tried for one need, in each way
-    static constexpr size_t kStraysMax = 8;              // tenants that one tick looks after
-    static constexpr int kRestTicks = 30;                // of 100 ms
+    static constexpr uint64_t kGetBytes = 64ull << 20;   // that one need gets, unless one object is larger,
+    static constexpr std::chrono::milliseconds kGetMs{500};  // for which so long is evicted at a time
+    static constexpr size_t kGiversMax = 4;                  // that are tried for one need, in each way
+    static constexpr size_t kStraysMax = 8;                  // tenants that one tick looks after
+    static constexpr int kRestTicks = 30;                    // of 100 ms
 
     struct Tenant {
         Pool* pool;
@@ -67,11 +69,12 @@ class MemoryShares {
         Bounds bounds;
         // Ticks until it is asked again for what it uses: pins stood in the way.
         int resting = 0;
+        uint64_t coming = 0;  // given back for it by others, and not taken yet
         // How far it is above its minimum; negative: below. Of the minimum only whole grains count, for
         // between two tenants nothing less moves.
         int64_t over() const {
             uint64_t min = bounds.min / pool->grain_bytes() * pool->grain_bytes();
-            return static_cast<int64_t>(pool->held_bytes()) - static_cast<int64_t>(min);
+            return static_cast<int64_t>(pool->held_bytes() + coming) - static_cast<int64_t>(min);
         }
     };
     Tenant* find(const Pool& pool);
@@ -80,6 +83,7 @@ class MemoryShares {
     static uint64_t unused(const Tenant& giver, const Tenant& taker);
     static uint64_t above_share(const Tenant& giver, const Tenant& taker);
     uint64_t collect(const Tenant& taker, uint64_t bytes, Most most, uint64_t evict_max);
+    uint64_t collect_shares(Tenant& taker, uint64_t bytes, uint64_t needed);
     uint64_t could_give(const Tenant& taker) const;
     uint64_t take(Tenant& taker, uint64_t bytes, uint64_t piece);
 
