@@ -19,7 +19,7 @@ from moonpool.core.errors import Error
 
 from . import wire_client as w
 from .store_bed import MIB, TOKEN, assert_serves, until
-from .take_over_bed import PATIENCE_S, given_copies, make_server, replaced
+from .take_over_bed import PATIENCE_S, START_S, given_copies, make_server, replaced
 
 KIB = 1 << 10
 HEAD = struct.Struct("<IIQII")  # magic, version, bytes, CRC-32C, 0
@@ -232,6 +232,55 @@ def test_tenants_keep_the_memory_that_they_have(path: Path, rng: random.Random) 
             found = a.get(key)
             assert found is None or bytes(found) == values[key]
         del found
+    server.stop()
+
+
+Limits = dict[str, tuple[int | None, int | None]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "a_has", "b_gets"),
+    [
+        ({}, {"a": (4, 8), "b": (4, 24)}, 8, 16),  # b's file keeps its size
+        ({"a": (4, None), "b": (4, 28)}, {"a": (4, 8), "b": (4, 28)}, 8, 24),
+        ({"a": (4, 28), "b": (4, 28)}, {"a": (4, 8), "b": (4, 40)}, 8, 24),
+        ({"a": (4, 8), "b": (4, 24)}, {"a": (4, None), "b": (4, 24)}, 8, 24),
+        ({"a": (4, 8), "b": (4, 24)}, {}, 8, 16),
+    ],
+    ids=["first", "lowered", "of a larger file", "raised", "gone"],
+)
+def test_limits_that_changed_come_into_force(
+    path: Path, rng: random.Random, before: Limits, after: Limits, a_has: int, b_gets: int
+) -> None:
+    """In MiB: (dram_min, dram_max) of two tenants with 16 each, and what they have afterwards."""
+    tenants = [("a", 16 * MIB), ("b", 16 * MIB)]
+
+    def rows(limits: Limits) -> list[tuple[str, int | None, int | None, None, None, None]]:
+        sizes = {name: [None if each is None else each * MIB for each in row] for name, row in limits.items()}
+        return [(name, *row, None, None, None) for name, row in sizes.items()]
+
+    server = make_server(path, tenants=tenants, limits=rows(before))
+    server.start()
+    stores = {name: Store(str(path), tenant=name, token=TOKEN) for name, _ in tenants}
+
+    def has(name: str) -> int:
+        return server.metrics()[f'tenant_dram_bytes{{tenant="{name}"}}'] // MIB
+
+    with stores["a"] as a, stores["b"] as b:
+        values = {f"k{i}": rng.randbytes(MIB) for i in range(7)}
+        assert {a.put(key, value) for key, value in values.items()} == {STORED}
+        until(lambda: server.memory()[0] == server.memory()[1], START_S)
+        server = replaced(server, path, tenants=tenants, limits=rows(after))
+        until(lambda: has("a") == a_has, START_S)
+        for i in range(40):
+            assert b.put(f"b{i}", rng.randbytes(MIB)) == STORED
+        assert has("b") == b_gets
+        for key, value in values.items():
+            found = a.get(key, verify=True)
+            assert found is None or bytes(found) == value
+        del found
+        assert [kind for _, kind, *_ in server.take_notes() if kind == "memory_short"] == []
+        assert server.check_integrity()
     server.stop()
 
 

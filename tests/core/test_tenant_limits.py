@@ -295,7 +295,8 @@ def test_limits_that_need_a_restart_are_said(tmp_path: Path) -> None:
         said = [text for _, kind, _, text, _ in bed.server.take_notes() if kind == "limits_later"]
         assert len(said) == 2
         assert said[0].startswith("dram_max of tenant a is above the 16.0 MiB")
-        assert said[1].startswith("dram_min and dram_max of tenant b, which had neither before")
+        assert said[1].startswith("dram_min and dram_max of tenant b, which had neither when this process")
+        assert "they come into force when another process takes over (moonpool node --take-over)" in said[1]
 
 
 def test_a_node_does_not_start_with_minimums_that_it_cannot_keep(tmp_path: Path) -> None:

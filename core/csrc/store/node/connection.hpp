@@ -60,7 +60,7 @@ class Connection final : public EventHandler {
     // frame can follow.
     bool end_unfinished(const std::string& why);
     bool ends_here() const { return ends_here_; }
-    bool listen_again();            // after Server::mute(), or adopted; false: the connection is over
+    bool listen_again();  // after Server::mute(), or adopted; false: the connection is over
     int fd() const { return fd_.get(); }
     bool proved() const { return pool_ != nullptr; }
     // Set when the connection is over here because the relay has it from now on.

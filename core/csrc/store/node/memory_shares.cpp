@@ -33,6 +33,17 @@ void MemoryShares::apply(PoolOptions& options, const TenantLimits& limits) {
     options.start_bytes = std::min(configured, b.max);
 }
 
+bool MemoryShares::apply_to(const HandedPool& made, PoolOptions& options, const TenantLimits& limits) {
+    const uint64_t configured = options.arena_bytes;
+    const bool moved = !made.absent.empty();
+    if (!moved && (!limits_memory(limits) || made.arena_bytes % kHugePageBytes != 0)) return false;
+    apply(options, limits);
+    options.shares_memory = true;
+    if (options.start_bytes == 0) options.start_bytes = configured;
+    if (made.arena_bytes >= configured) options.arena_bytes = made.arena_bytes;
+    return true;
+}
+
 Status MemoryShares::check(const std::vector<PoolOptions>& pools, const LimitsByTenant& limits) {
     uint64_t total = 0, minimums = 0;
     for (const PoolOptions& pool : pools) {

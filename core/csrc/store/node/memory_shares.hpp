@@ -36,6 +36,9 @@ class MemoryShares {
     static bool limits_memory(const TenantLimits& limits) { return limits.dram_min || limits.dram_max; }
     // The options of a tenant's pool with its limits in force.
     static void apply(PoolOptions& options, const TenantLimits& limits);
+    // The same for an arena that another process has made, perhaps with other limits: it keeps its size. ->
+    // as limits_memory(), and also where memory of it has moved by then; not where it was made in odd pieces.
+    static bool apply_to(const HandedPool& made, PoolOptions& options, const TenantLimits& limits);
     // An error, in one sentence, where the minimums are more than there is.
     static Status check(const std::vector<PoolOptions>& pools, const LimitsByTenant& limits);
 

@@ -38,6 +38,9 @@ Result<std::unique_ptr<Pool>> Pool::adopt(const PoolOptions& options, const Inca
         return Error{Code::kInvalidArgument, "the arena of tenant " + pool->tenant() +
                                                  " has another size, or another salt, in the running node"};
     }
+    // Limits that are new here change nothing of what was reserved for the start.
+    if (uint64_t& start = pool->options_.start_bytes; from.all_opened || start < from.committed_bytes)
+        start = from.committed_bytes;
     Result<Arena> arena = Arena::adopt(std::move(handed.arena), from.arena_bytes, from.committed_bytes);
     if (!arena) return arena.error();
     pool->arena_ = std::move(*arena);

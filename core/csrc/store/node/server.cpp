@@ -161,7 +161,12 @@ Status Server::make_pools() {
         pool_options.object_share = options_.limits.object_share;
         const TenantLimits limits = options_.tenant_limits[pool_options.tenant];
         const uint64_t configured_bytes = pool_options.arena_bytes;
-        MemoryShares::apply(pool_options, limits);
+        bool moves = MemoryShares::limits_memory(limits);
+        if (const HandedPool* made = handed_pool(pool_options.tenant); made != nullptr) {
+            moves = MemoryShares::apply_to(*made, pool_options, limits);
+        } else {
+            MemoryShares::apply(pool_options, limits);
+        }
         Result<std::unique_ptr<Pool>> pool = options_.predecessor == nullptr
                                                  ? Pool::create(pool_options, incarnation_)
                                                  : adopt_pool(pool_options);
@@ -169,7 +174,7 @@ Status Server::make_pools() {
         auto [made, is_new] = pools_.emplace(pool_options.tenant, std::move(*pool));
         if (!is_new) return Error{Code::kInvalidArgument, "two tenants are named " + pool_options.tenant};
         made->second->set_limits(limits);
-        if (MemoryShares::limits_memory(limits)) shares_.add(*made->second, configured_bytes, limits);
+        if (moves) shares_.add(*made->second, configured_bytes, limits);
     }
     return success();
 }
@@ -551,8 +556,8 @@ Status Server::set_limits(LimitsByTenant limits) {
     return *answer;
 }
 
-// What a tenant of this node had no limits of when the node started stays as it is: a card may have pinned
-// its memory.
+// What a tenant of this node had no limits of when this process began stays as it is: a card may have pinned
+// its memory. To an engine that did, the arena of a process that was taken over is as that of one that died.
 Status Server::take_limits(const LimitsByTenant& limits) {
     Result<std::vector<std::string>> later = shares_.set(limits);
     if (!later) return later.error();
@@ -561,8 +566,12 @@ Status Server::take_limits(const LimitsByTenant& limits) {
         const TenantLimits now = it == limits.end() ? TenantLimits{} : it->second;
         pool->set_limits(now);
         if (MemoryShares::limits_memory(now) && shares_.of(*pool) == nullptr) {
-            later->push_back("dram_min and dram_max of tenant " + tenant +
-                             ", which had neither before, come into force when the node starts anew");
+            later->push_back(
+                "dram_min and dram_max of tenant " + tenant +
+                ", which had neither when this process of the node began, are not in force: its "
+                "memory was not made to move, as a card may have pinned it; they come into force "
+                "when another process takes over (moonpool node --take-over), or the node starts "
+                "anew");
         }
     }
     for (const std::string& sentence : *later) journal_->note(Level::kWarning, "limits_later", "", sentence);

@@ -164,6 +164,7 @@ class Server {
     explicit Server(ServerOptions options);
 
     Status make_pools();
+    const HandedPool* handed_pool(const std::string& tenant) const;  // null: there is none
     Result<std::unique_ptr<Pool>> adopt_pool(const PoolOptions& options);
     std::vector<Fd> handed_tcp_sockets();
     Result<Fd> adopt_local_socket();

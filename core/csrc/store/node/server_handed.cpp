@@ -16,8 +16,8 @@
 // The node is given whole or not at all: until let_go() nothing that the new process does has an effect here,
 // and take_back() undoes 3, 2 and 1. What cannot go along ends in 2, with what it holds: connections in TLS,
 // and those in the middle of a PUT, of a wait for a disk, or of the bytes of a READ. But for the last, whose
-// frame is half out, an ERROR says why. Its client connects anew, with whichever process serves. No client of the own host is among them: their frames are short, and their
-// bytes move in memory.
+// frame is half out, an ERROR says why. Its client connects anew, with whichever process serves. No client of
+// the own host is among them: their frames are short, and their bytes move in memory.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -106,6 +106,13 @@ Status Server::check_predecessor() const {
         return Error{Code::kInvalidArgument, "the running node listens at other addresses (node.listen)"};
     }
     return success();
+}
+
+const HandedPool* Server::handed_pool(const std::string& tenant) const {
+    if (options_.predecessor == nullptr) return nullptr;
+    const std::vector<HandedPool>& pools = options_.predecessor->node.pools;
+    auto pool = std::ranges::find(pools, tenant, &HandedPool::tenant);
+    return pool == pools.end() ? nullptr : &*pool;
 }
 
 // Descriptors: of each pool its arena, the Unix socket, the TCP sockets, the connections.
@@ -228,7 +235,8 @@ void Server::end_unfinished() {
     }
     for (int fd : unfinished) {
         muted_.erase(fd);
-        // Its client may be about to send for a while; unread bytes behind a close would take the reason away.
+        // Its client may be about to send for a while; unread bytes behind a close would take the reason
+        // away.
         if (!connections_.at(fd)->end_unfinished(kReplacedText)) drop(fd, true);
     }
 }
