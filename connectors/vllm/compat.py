@@ -385,6 +385,55 @@ def caches_adapters_by_path() -> bool:
         return False
 
 
+def hash_algorithm(vllm_config: Any) -> str:
+    """How vLLM names blocks of its own prefix cache; "": not by SHA-256, or it has no such cache."""
+    config = getattr(vllm_config, "cache_config", None)
+    algorithm = str(getattr(config, "prefix_caching_hash_algo", ""))
+    cached = bool(getattr(config, "enable_prefix_caching", False))
+    return algorithm if cached and algorithm.startswith("sha256") else ""
+
+
+def cached_block(pool: Any, block_hash: bytes) -> Any:
+    """The block of this hash in the engine's own prefix cache, of an engine with one KV cache group; None:
+    it is not there."""
+    found = pool.get_cached_block(block_hash, [0])
+    return found[0] if found else None
+
+
+def watch_idle(core: type | None = None, request_type: Any = None) -> bool:
+    """Gives the connector of an engine's scheduler what wakes the engine, when it first looks for requests.
+    An idle engine waits for one, and makes no step. Returns whether this vLLM allows it; one call is
+    enough.
+
+    core, request_type: the classes that are asked; for tests.
+    """
+    try:
+        from vllm.v1.engine import EngineCoreRequestType
+        from vllm.v1.engine.core import EngineCoreProc
+
+        core, request_type = core or EngineCoreProc, request_type or EngineCoreRequestType
+    except ImportError:
+        pass
+    look, wakeup = getattr(core, "_process_input_queue", None), getattr(request_type, "WAKEUP", None)
+    if core is None or look is None or wakeup is None:
+        return False
+    if hasattr(look, "_moonpool"):
+        return True
+
+    @functools.wraps(look)
+    def first_look(engine: Any) -> Any:
+        wake = functools.partial(engine.input_queue.put_nowait, (wakeup, None))
+        for one in _ours(getattr(getattr(engine, "scheduler", None), "connector", None)):
+            if hasattr(one, "engine_waits"):
+                one.engine_waits(wake)
+        engine._process_input_queue = look.__get__(engine)  # from here on there is nothing in between
+        return look(engine)
+
+    vars(first_look)["_moonpool"] = True
+    setattr(core, look.__name__, first_look)
+    return True
+
+
 def was_rejected(request: Any) -> bool:
     """Whether vLLM made this request up, with a prompt of its own, only to report that it does not serve the
     request of the kv_transfer_params: the client left, or the body was wrong. vLLM aborts it at once."""

@@ -4,7 +4,7 @@ in a hook kills the engine, while a connector that steps aside costs a cache mis
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,11 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
         """What ``kv_connector_extra_config`` says. Raises ConfigError."""
         return Settings.parse(extra)
 
+    def engine_waits(self, wake: Callable[[], None]) -> None:
+        """``wake`` lets this engine begin a step when it is idle; on any thread. See compat.watch_idle."""
+        if self._sched is not None:
+            self._sched.handover.wake = wake
+
     def _scheduler_half(self, engine_config: EngineConfig, vllm_config: Any) -> SchedulerHalf:
         if not engine_config.recomputes and engine_config.may_load:
             compat.recompute_failed_loads(vllm_config)
@@ -69,6 +74,7 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
                 'blocks are lost between lookup and load; "recompute" computes them instead, and is what '
                 "this engine does from here on"
             )
+        compat.watch_idle()
         return SchedulerHalf(
             engine_config,
             self._settings,

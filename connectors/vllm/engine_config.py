@@ -54,6 +54,7 @@ class EngineConfig:
     takes_embeddings: whether requests may have embeddings in the place of tokens.
     media_form: how the engine makes KV of an image, a sound or a video, beside its content.
     media_refusal: why images, sounds and videos cannot be named, or "".
+    hash_algorithm: how vLLM names blocks of its own prefix cache, "": in no way that other engines can use.
     adapter_form: how LoRA adapters are applied, as far as that changes KV.
     adapter_refusal: why requests with an adapter cannot use the pool, or "".
     refusal: one sentence why this engine cannot use the pool, or "".
@@ -77,6 +78,7 @@ class EngineConfig:
     takes_embeddings: bool = False
     media_form: str = ""
     media_refusal: str = ""
+    hash_algorithm: str = ""
     adapter_form: str = ""
     adapter_refusal: str = ""
     refusal: str = ""
@@ -85,6 +87,11 @@ class EngineConfig:
     def sizes(self) -> Sizes:
         """How its model is split over its workers."""
         return Sizes(self.kv_heads, self.tp_size, max(1, self.workers // self.tp_size))
+
+    @property
+    def has_plain_blocks(self) -> bool:
+        """Whether all layers need all blocks, of one KV cache group, which vLLM names by SHA-256."""
+        return len(self.groups) == 1 and not self.has_windows and bool(self.hash_algorithm)
 
     @property
     def has_windows(self) -> bool:
@@ -126,6 +133,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
         takes_embeddings=bool(getattr(model, "enable_prompt_embeds", False)),
         media_form=media_form(model) if takes_media(model) else "",
         media_refusal=media_refusal(vllm_config) if takes_media(model) else "",
+        hash_algorithm=compat.hash_algorithm(vllm_config),
         adapter_form=_adapter_form(vllm_config),
         adapter_refusal=_adapter_refusal(parallel),
         refusal=_refusal(vllm_config, groups),

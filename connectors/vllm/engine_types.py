@@ -45,6 +45,7 @@ class Request(Protocol):
 
     mm_features: images, sounds and videos.
     cache_salt: of its block hashes.
+    block_hashes: vLLM's names of its full blocks.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class Request(Protocol):
     resumable: bool
     kv_transfer_params: Mapping[str, Any] | None
     num_computed_tokens: int
+    block_hashes: Sequence[bytes]
 
     @property
     def status(self) -> Status:
@@ -85,6 +87,7 @@ class Blocks(Protocol):
 class Block(Protocol):
     """KVCacheBlock."""
 
+    block_id: int
     ref_cnt: int
 
 

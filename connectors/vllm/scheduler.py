@@ -39,6 +39,7 @@ from moonpool.connectors.vllm.lookups import WAIT_S, Lookups
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.handover import Handover
+from moonpool.connectors.vllm.pd.neighbour_asks import read_neighbour
 from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests import Chain, Needs, Phase, RequestState
@@ -415,6 +416,8 @@ class SchedulerHalf:
             self._parts,
         )
         state = RequestState(request.request_id, chain, switches=self._switches(request))
+        if state.switches.load and not (media.items or request.lora_request):
+            state.neighbour = read_neighbour(request.kv_transfer_params)
         self._requests[request.request_id] = state
         if media.items:
             self._identifiers[request.request_id] = frozenset(
@@ -460,6 +463,13 @@ class SchedulerHalf:
         if handed:
             return handed, True
         tokens = state.loadable_tokens(local_tokens, request.num_tokens, self._engine_config.block_tokens)
+        if state.neighbour is not None and not request.skip_reading_prefix_cache:
+            theirs = self.handover.neighbour_tokens(request, state.neighbour, local_tokens, tokens)
+            if theirs is None:
+                return None, False
+            state.neighbour = None  # a request that is preempted asks no more
+            if theirs:
+                return theirs, True
         if tokens and state.load_until is None:
             tokens = self._decide(state, local_tokens, tokens)
         return tokens, tokens > 0
@@ -549,6 +559,7 @@ class SchedulerHalf:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over. Returns the pool's share of it, for the answer's kv_transfer_params."""
+        taken = self.handover.taken_tokens(request)
         answer = self.handover.finished(request)
         self._drop_unnamed(request.request_id)
         self._sessions.pop(request.request_id, None)
@@ -563,6 +574,8 @@ class SchedulerHalf:
         ours["pool_tokens"] = state.pool_tokens
         ours["local_tokens"] = state.local_tokens
         ours["load_errors"] = state.load_errors
+        if taken:
+            ours["neighbour_tokens"] = taken
         if state.choice is not None and _asks_why(request):
             ours["decision"] = state.choice.plain()
         return answer
@@ -575,7 +588,7 @@ class SchedulerHalf:
 
     def has_pending_frees(self) -> bool:
         """Whether waiting a moment frees blocks; vLLM asks when it lacks some, before it preempts."""
-        return (self.saves.frees_soon() or self.handover.frees_soon) and self._free_block_wait.is_left()
+        return (self.saves.frees_soon() or self.handover.frees_soon()) and self._free_block_wait.is_left()
 
     # When something unexpected happened: called by the connector, which has logged it
 

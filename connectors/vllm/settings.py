@@ -33,6 +33,8 @@ class Settings(PoolOptions):
     handover: whether this engine hands KV over to decode engines, or takes it from prefill engines.
     handover_listen: where those engines reach its workers, "host:port".
     handover_transports: "all", or some of loopback, shm, cuda_ipc, rdma, efa, tcp with commas between.
+    neighbours: whether blocks of this engine's own cache are offered to other engines, and theirs taken.
+    neighbour_wait_s: seconds that a request waits at most for what another engine's cache has.
     lease_s: seconds that a finished prefill is kept for a decode engine that sends no heartbeat.
     bootstrap_port: port of the page for the concurrent form; 0: none; None: see ``bootstrap``.
     compute_if_faster: whether stored blocks are computed where measured rates say that a load takes longer.
@@ -49,6 +51,8 @@ class Settings(PoolOptions):
     handover: bool = True
     handover_listen: str = "127.0.0.1:0"
     handover_transports: str = "all"
+    neighbours: bool = True
+    neighbour_wait_s: float = 0.25
     lease_s: float = 10.0
     bootstrap_port: int | None = None
     compute_if_faster: bool = True

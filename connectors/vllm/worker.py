@@ -714,8 +714,9 @@ class WorkerHalf:
         if pull.request_id in self._void:
             ended = replace(ended, good=0, error=VOID)
         self._finish(pull.request_id, pull.block_ids, range(ended.good, pull.blocks))
-        self.tally.add("handed_over_bytes", ended.bytes)
-        self.tally.observe("handover_seconds", ended.seconds)
+        self.tally.add("neighbour_bytes" if pull.is_cached else "handed_over_bytes", ended.bytes)
+        if not pull.is_cached:
+            self.tally.observe("handover_seconds", ended.seconds)
         if ended.error and (count := self._repeats.due(ended.error)):
             self._log.log(
                 logging.INFO if ended.error == LEFT else logging.WARNING,

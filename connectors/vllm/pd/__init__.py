@@ -21,6 +21,10 @@ its memory, over ``moonpool.TransferEngine``. docs/vllm.md is the manual.
 
     bootstrap            GET /query, where decode engines find a prefill engine in the concurrent form
 
+    neighbour_asks       what engines tell each other about blocks of their own caches
+    neighbour_offers     the asked engine's half: which blocks are there, held, and when it answers
+    neighbour_queries    the asking engine's half: asks on threads, and a deadline
+
 No engine ever writes into another's memory. Decode reads, then checks that the lease is still valid. Prefill
 invalidates a lease before its blocks are used again, so decode notices bytes that were overwritten and
 computes them instead. Hence a lease may end at any moment, and a dead, hung or lying peer can cost a

@@ -2,17 +2,23 @@
 is the one of vLLM's MooncakeConnector, so its example proxy works:
 
     {"0": {"engine_id": "...", "worker_addr": {"<tensor rank>": {"<pipeline rank>": "host:port"}}}}
+
+An engine that offers blocks of its own cache also has "cached": true there, and takes ``POST /cached``
+(neighbour_asks.py).
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
 
+from moonpool.connectors.vllm.pd.neighbour_asks import ASK_BYTES_MAX, PATH
+from moonpool.connectors.vllm.pd.wire import Malformed
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.http_get import TimedReader, get_json
@@ -61,19 +67,29 @@ class Bootstrap:
     """Serves the page from a thread of its own until ``close``."""
 
     def __init__(
-        self, address: Address, *, dp_rank: int, engine_id: str, workers: dict[tuple[int, int], str]
+        self,
+        address: Address,
+        *,
+        dp_rank: int,
+        engine_id: str,
+        workers: dict[tuple[int, int], str],
+        answer_ask: Callable[[bytes], bytes] | None = None,
     ) -> None:
         """address: where to listen; port 0: any.
         dp_rank: the data-parallel replica of this engine.
         engine_id: vLLM's name for it.
         workers: (tensor rank, pipeline rank) -> address of the worker.
+        answer_ask: answers an ask for cached blocks, raises Malformed; None: there is nothing to ask for.
 
         Raises ConfigError when the address is in use.
         """
         table: dict[str, dict[str, str]] = {}
         for (tp_rank, pp_rank), place in sorted(workers.items()):
             table.setdefault(str(tp_rank), {})[str(pp_rank)] = place
-        page = msgspec.json.encode({str(dp_rank): {"engine_id": engine_id, "worker_addr": table}})
+        member: dict[str, Any] = {"engine_id": engine_id, "worker_addr": table}
+        if answer_ask is not None:
+            member["cached"] = True
+        page = msgspec.json.encode({str(dp_rank): member})
 
         class Handler(BaseHTTPRequestHandler):
             timeout = TIMEOUT_S
@@ -84,8 +100,22 @@ class Bootstrap:
 
             def do_GET(self) -> None:
                 found = self.path == "/query"
-                body = page if found else b"{}"
-                self.send_response(200 if found else 404)
+                self.answer(200 if found else 404, page if found else b"{}")
+
+            def do_POST(self) -> None:
+                length = self.headers.get("Content-Length", "")
+                if self.path != PATH or answer_ask is None:
+                    self.answer(404, b"{}")
+                elif not length.isascii() or not length.isdigit() or int(length) > ASK_BYTES_MAX:
+                    self.answer(413, b"{}")
+                else:
+                    try:
+                        self.answer(200, answer_ask(self.rfile.read(int(length))))
+                    except Malformed:
+                        self.answer(403, b"{}")
+
+            def answer(self, status: int, body: bytes) -> None:
+                self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

@@ -44,6 +44,7 @@ class AwaitedRequest:
     asked: tokens that vLLM waits for.
     tokens: tokens that were handed over in the end.
     gone: whether the request was aborted during the pull.
+    is_cached: whether the blocks are of a neighbour's own cache: those from ``offset`` to before ``last``.
     """
 
     source: Source
@@ -54,6 +55,9 @@ class AwaitedRequest:
     asked: int = 0
     tokens: int = 0
     gone: bool = False
+    is_cached: bool = False
+    offset: int = 0
+    last: int = 0
 
 
 class ConsumerScheduler:
@@ -99,7 +103,8 @@ class ConsumerScheduler:
 
     def is_ours(self, request: Request) -> bool:
         """Whether the request's KV was, or is, to come from another engine."""
-        return request.request_id in self._requests
+        awaited = self._requests.get(request.request_id)
+        return awaited is not None and not awaited.is_cached
 
     def is_waiting(self, request: Request) -> bool:
         """Whether room for its hand-over is still to be made."""
@@ -118,6 +123,23 @@ class ConsumerScheduler:
             self._check(source, request, prompt, blocks)
         self._requests[request.request_id] = AwaitedRequest(source)
         self._holds.append(Hold(request.request_id, source, prompt, blocks, self._taker))
+
+    def take_cached(self, request: Request, offer: Offer, first: int) -> bool:
+        """A neighbour offers blocks of its own cache, from block ``first`` of the prompt on. Whether they are
+        taken; if not, the neighbour is told."""
+        if request.request_id not in self._requests and self._goes_together(offer):
+            blocks = len(offer.blocks[0])
+            self._requests[request.request_id] = AwaitedRequest(
+                offer, is_cached=True, offset=first, last=first + blocks
+            )
+            self._holds.append(Hold(request.request_id, offer, offer.prompt, blocks, self._taker))
+            return True
+        self.refuse_cached(offer)
+        return False
+
+    def refuse_cached(self, offer: Offer) -> None:
+        """What a neighbour offers is not taken."""
+        self._refuses.append(Refuse(offer, "", self._taker))
 
     def rejected(self, request: Request) -> None:
         """vLLM does not serve the request that these fields are of: the prefill engine need not keep it, and
@@ -144,6 +166,12 @@ class ConsumerScheduler:
             return None
         # Where groups' blocks differ in tokens, local ones may end within a block: a pull would overwrite it.
         within = local_tokens % self._block_tokens
+        if awaited.is_cached:
+            size = self._block_tokens
+            if request.num_preemptions or within or not awaited.offset <= local_tokens // size < awaited.last:
+                self._drop(request.request_id, awaited)
+                return None
+            return awaited.last * size - local_tokens
         if request.num_preemptions or within or local_tokens >= request.num_prompt_tokens - 1:
             self._drop(request.request_id, awaited)
             return None
@@ -159,9 +187,18 @@ class ConsumerScheduler:
         if external_tokens <= 0:  # vLLM must compute all of it: prompt_logprobs, for example
             self._drop(request.request_id, awaited)
             return False
-        last = blocks_for(request.num_prompt_tokens, self._block_tokens)
-        first = (request.num_prompt_tokens - 1 - external_tokens) // self._block_tokens
-        pull = Pull(request.request_id, first, by_part(block_ids, self._splits, first, last, pad=True))
+        if awaited.is_cached:
+            last = awaited.last
+            first = last - external_tokens // self._block_tokens
+        else:
+            last = blocks_for(request.num_prompt_tokens, self._block_tokens)
+            first = (request.num_prompt_tokens - 1 - external_tokens) // self._block_tokens
+        pull = Pull(
+            request.request_id,
+            first - awaited.offset,
+            by_part(block_ids, self._splits, first, last, pad=True),
+            awaited.is_cached,
+        )
         awaited.phase, awaited.first, awaited.blocks, awaited.good = (
             Phase.PULLING,
             first,
@@ -190,7 +227,7 @@ class ConsumerScheduler:
             awaited = self._requests.get(request_id)
             if awaited is not None and awaited.phase is Phase.WAITING:
                 self._drop(request_id, awaited)  # of several ranks, another one may not know yet
-                self._tally.add("handover_errors")
+                self._tally.add("neighbour_errors" if awaited.is_cached else "handover_errors")
 
     def reported(self, request_id: str, good: int) -> None:
         """A rank, or several, pulled this many leading blocks."""
@@ -212,16 +249,28 @@ class ConsumerScheduler:
         else:
             self._drops.append(request_id)  # gives the workers a step in which to tell prefill
             if awaited.good < awaited.blocks:
-                self._tally.add("handover_errors")
-        self._tally.add("handovers")
-        self._tally.add("handed_over_tokens", awaited.tokens)
+                self._tally.add("neighbour_errors" if awaited.is_cached else "handover_errors")
+        if awaited.is_cached:
+            self._tally.add("neighbour_tokens", awaited.tokens)
+        else:
+            self._tally.add("handovers")
+            self._tally.add("handed_over_tokens", awaited.tokens)
         return True
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of the request that came from a neighbour's own cache."""
+        awaited = self._requests.get(request.request_id)
+        return awaited.tokens if awaited is not None and awaited.is_cached else 0
 
     def finished(self, request: Request) -> int | None:
         """The request ended. Returns the tokens that were handed over to it; None: it had no hand-over."""
         awaited = self._requests.get(request.request_id)
         if awaited is None:
             return None
+        tokens = self._finished(request, awaited)
+        return None if awaited.is_cached else tokens
+
+    def _finished(self, request: Request, awaited: AwaitedRequest) -> int:
         if awaited.phase is Phase.PULLING:  # aborted: vLLM waits for the end of the pull
             awaited.gone = True
             self._drops.append(request.request_id)
@@ -250,6 +299,14 @@ class ConsumerScheduler:
             self._drop(request_id, awaited)
 
     # The parts
+
+    def _goes_together(self, offer: Offer) -> bool:
+        workers, engine = len(offer.ranks), offer.engine_id
+        try:
+            prefill_sizes(self._sizes, workers=workers, tp_size=offer.tp_size, engine=engine)
+        except Refused:
+            return False
+        return offer.fingerprint == self._fingerprint
 
     def _check(self, offer: Offer, request: Request, prompt: bytes, blocks: int) -> None:
         if offer.fingerprint != self._fingerprint:

@@ -24,6 +24,9 @@ from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
 from moonpool.connectors.vllm.pd.consumer_scheduler import ConsumerScheduler
 from moonpool.connectors.vllm.pd.kv_transfer_params import Unusable
+from moonpool.connectors.vllm.pd.neighbour_asks import Neighbour
+from moonpool.connectors.vllm.pd.neighbour_offers import NeighbourOffers
+from moonpool.connectors.vllm.pd.neighbour_queries import NeighbourQueries
 from moonpool.connectors.vllm.pd.producer_scheduler import Identity, ProducerScheduler
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.connectors.vllm.repeats import Repeats, times
@@ -65,6 +68,8 @@ class Handover:
         self._bootstrap: Bootstrap | None = None
         self._repeats = Repeats(clock)
         self._stopped = ""  # why no hand-over begins any more
+        self.wake: Callable[[], None] = _nothing  # lets an idle engine begin a step
+        self.queries: NeighbourQueries | None = None  # None: no other engine's cache is asked
         self.producer: ProducerScheduler | None = None
         self.consumer: ConsumerScheduler | None = None
 
@@ -109,6 +114,15 @@ class Handover:
                 log=self._log,
                 clock=self._clock,
             )
+            if self._settings.neighbours and engine_config.has_plain_blocks:
+                self.producer.neighbours = NeighbourOffers(
+                    self.producer,
+                    identity,
+                    algorithm=engine_config.hash_algorithm,
+                    wake=lambda: self.wake(),
+                    tally=self._tally,
+                    clock=self._clock,
+                )
             if self._blocks is not None:
                 self.producer.bind(self._blocks)
             if self._tables is not None:
@@ -124,6 +138,16 @@ class Handover:
                 token=token,
                 tally=self._tally,
             )
+            if self._settings.neighbours and engine_config.has_plain_blocks:
+                self.queries = NeighbourQueries(
+                    engine_id=engine_config.engine_id,
+                    fingerprint=fingerprint,
+                    algorithm=engine_config.hash_algorithm,
+                    token=token,
+                    wait_s=self._settings.neighbour_wait_s,
+                    tally=self._tally,
+                    clock=self._clock,
+                )
 
     def bind(self, blocks: BlockPool) -> None:
         """The engine's blocks."""
@@ -177,6 +201,42 @@ class Handover:
             if takes and self.consumer is not None:
                 self.consumer.refused(request, str(why))
 
+    def neighbour_tokens(
+        self, request: Request, neighbour: Neighbour, local_tokens: int, stored_tokens: int
+    ) -> int | None:
+        """Tokens beyond the local ones that a neighbour's own cache gives; None: it has not answered. Asked
+        again until it has, and then no more.
+
+        stored_tokens: that the pool has beyond the local ones; it gives them, if the neighbour has no more.
+        """
+        block_tokens = self._engine_config.block_tokens
+        if self.queries is None or self.consumer is None or self._stopped or local_tokens % block_tokens:
+            return 0
+        request_id, first = request.request_id, local_tokens // block_tokens
+        if not self.queries.is_asked(request_id):
+            hashes = request.block_hashes[first : (request.num_tokens - 1) // block_tokens]
+            named = len(request.block_hashes) == request.num_tokens // block_tokens
+            if not named or len(hashes) * block_tokens <= stored_tokens:
+                return 0
+            if not self.queries.begin(request_id, neighbour, first, hashes):
+                return 0
+        query = self.queries.poll(request_id)
+        if query is None:
+            return None
+        offer = query.offer
+        if offer is None:
+            return 0
+        if (query.first + len(offer.blocks[0])) * block_tokens <= local_tokens + stored_tokens:
+            self.consumer.refuse_cached(offer)
+            return 0
+        if not self.consumer.take_cached(request, offer, query.first):
+            return 0
+        return self.consumer.matched(request, local_tokens) or 0
+
+    def taken_tokens(self, request: Request) -> int:
+        """Tokens of the request that came from a neighbour's own cache."""
+        return self.consumer.cached_tokens(request) if self.consumer is not None else 0
+
     def rejected(self, request: Request) -> None:
         """vLLM does not serve the request that these fields are of."""
         if self.consumer is not None:
@@ -196,6 +256,8 @@ class Handover:
     def finished(self, request: Request) -> dict[str, Any]:
         """The kv_transfer_params of the answer: for decode, or a count of what was handed over."""
         answer = (self.producer.finished(request) if self.producer is not None else None) or {}
+        if self.queries is not None:
+            self.queries.drop(request.request_id)
         tokens = self.consumer.finished(request) if self.consumer is not None else None
         if tokens is not None:
             answer.setdefault("moonpool", {})["handed_over_tokens"] = tokens
@@ -203,6 +265,8 @@ class Handover:
 
     def forget(self, request_id: str) -> None:
         """Something unexpected happened to the request."""
+        if self.queries is not None:
+            self.queries.drop(request_id)
         if self.producer is not None:
             self.producer.forget(request_id)
         if self.consumer is not None:
@@ -212,6 +276,8 @@ class Handover:
         """Ends all hand-overs, as forget_all, and begins none from here on."""
         self.forget_all()
         self._stopped = why
+        if self.producer is not None:
+            self.producer.neighbours = None  # its cache may hold KV of weights that are gone
         self.close()
 
     def forget_all(self) -> None:
@@ -236,25 +302,35 @@ class Handover:
     @property
     def is_busy(self) -> bool:
         """Whether a step has anything to do here."""
-        return (self.producer is not None and not self.producer.is_idle) or (
-            self.consumer is not None and self.consumer.has_work
+        return (
+            (self.producer is not None and not self.producer.is_idle)
+            or (self.consumer is not None and self.consumer.has_work)
+            or (self.queries is not None and self.queries.under_way > 0)
         )
 
     @property
     def has_work(self) -> bool:
         """Whether the engine must go on stepping for it."""
-        return (self.producer is not None and self.producer.has_work) or (
-            self.consumer is not None and self.consumer.has_work
+        return (
+            (self.producer is not None and self.producer.has_work)
+            or (self.consumer is not None and self.consumer.has_work)
+            or (self.queries is not None and self.queries.under_way > 0)
         )
 
-    @property
     def frees_soon(self) -> bool:
-        """Whether waiting a moment frees blocks."""
-        return self.producer is not None and self.producer.leases.frees_soon
+        """The engine lacks blocks: neighbours lose theirs. Whether waiting a moment frees some."""
+        producer = self.producer
+        if producer is None:
+            return False
+        revoked = producer.neighbours is not None and producer.neighbours.revoke()
+        return revoked or producer.leases.frees_soon
 
     def plan(self, output: SchedulerOutput) -> HandoverStep:
         """The plan of this step for the workers."""
         gives = self.producer.plan(output) if self.producer is not None else HandoverStep()
+        if self.queries is not None and self.consumer is not None:
+            for offer in self.queries.take_late():
+                self.consumer.refuse_cached(offer)
         takes = self.consumer.plan() if self.consumer is not None else HandoverStep()
         return HandoverStep(
             gives.opens,
@@ -329,6 +405,9 @@ class Handover:
                 dp_rank=self._engine_config.dp_rank,
                 engine_id=self._engine_config.engine_id,
                 workers={(hand.tp_rank, hand.pp_rank): hand.handover_address for hand in workers},
+                answer_ask=None
+                if self.producer is None or self.producer.neighbours is None
+                else self.producer.neighbours.ask,
             )
         except ConfigError as error:
             if self._settings.bootstrap_port is not None:
@@ -336,3 +415,7 @@ class Handover:
             self._log.warning("moonpool: decode engines cannot be served concurrently: %s", error)
             return
         self._log.info("moonpool: decode engines find this one at http://%s/query", self._bootstrap.address)
+
+
+def _nothing() -> None:
+    """An engine that cannot be woken, such as one in its caller's process, answers with its next step."""

@@ -39,6 +39,7 @@ class Lease:
     deadline_s: when it expires; None while its request runs.
     last_s: when it expires whatever the decode engine sends.
     heard: whether the decode engine ever sent a heartbeat.
+    is_cached: whether it keeps blocks of the engine's own cache for a neighbour, not those of a prefill.
     """
 
     id: int
@@ -48,6 +49,7 @@ class Lease:
     deadline_s: float | None = None
     last_s: float = 0.0
     heard: bool = False
+    is_cached: bool = False
 
 
 def random_id() -> int:
@@ -84,6 +86,10 @@ class Leases:
             lease.heard and any(block.ref_cnt == 1 for block in lease.blocks)
             for lease in self._offered.values()
         )
+
+    def is_live(self, lease_id: int) -> bool:
+        """Whether the lease is not over."""
+        return lease_id in self._live
 
     def open(self) -> Lease | None:
         """A new lease without blocks; None when all slots are taken."""

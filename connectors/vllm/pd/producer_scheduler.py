@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moonpool.connectors.vllm.engine_types import BlockPool, BlockTables, Request, SchedulerOutput
+from moonpool.connectors.vllm.engine_types import Block, BlockPool, BlockTables, Request, SchedulerOutput
 from moonpool.connectors.vllm.group_blocks import by_part
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd import kv_transfer_params
@@ -25,6 +25,9 @@ from moonpool.connectors.vllm.pd.leases import Lease, Leases
 from moonpool.connectors.vllm.pd.step_plan import End, Grown, HandoverStep, Open
 from moonpool.connectors.vllm.reach import NULL_BLOCK, Reach
 from moonpool.connectors.vllm.step_progress import step_progress
+
+if TYPE_CHECKING:
+    from moonpool.connectors.vllm.pd.neighbour_offers import NeighbourOffers
 
 LOST_TRACK = "the prefill engine lost track of its blocks"
 ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
@@ -106,10 +109,13 @@ class ProducerScheduler:
         self._opens: list[Open] = []
         self._ends: list[End] = []
         self._ended: list[Lease] = []
+        self.neighbours: NeighbourOffers | None = None  # None: nothing of its cache is offered
 
     def bind(self, blocks: BlockPool) -> None:
         """The engine's blocks."""
         self._blocks = blocks
+        if self.neighbours is not None:
+            self.neighbours.bind(blocks)
 
     def bind_tables(self, tables: BlockTables) -> None:
         """The blocks that each request has now."""
@@ -118,12 +124,16 @@ class ProducerScheduler:
     @property
     def has_work(self) -> bool:
         """Whether only a step can bring a hand-over on, or end it."""
-        return bool(self.leases.offered or self._opens or self._ends)
+        return bool(self.leases.offered or self._opens or self._ends) or self._is_asked
 
     @property
     def is_idle(self) -> bool:
         """Whether a step has nothing to do here."""
-        return not (self.requests or self.leases or self._ends)
+        return not (self.requests or self.leases or self._ends) and not self._is_asked
+
+    @property
+    def _is_asked(self) -> bool:
+        return self.neighbours is not None and self.neighbours.is_busy
 
     def is_wanted(self, request: Request) -> bool:
         """Whether another engine will take this request's KV."""
@@ -152,6 +162,9 @@ class ProducerScheduler:
         """The plan for the workers of the step that ``output`` describes; ends leases that expired."""
         now_s = self._clock()
         for lease in self.leases.expired(now_s):
+            if lease.is_cached:
+                self._over(lease, "the lease expired")
+                continue
             self._tally.add("leases_expired")
             self._log.warning(
                 "moonpool: no decode engine took a finished prefill in time; its %d blocks are free again",
@@ -159,6 +172,8 @@ class ProducerScheduler:
             )
             self._over(lease, "the lease expired")
         grown = self._plan_growth(output) if self.requests else []
+        if self.neighbours is not None:
+            self.neighbours.plan()
         while self._ended:
             self._free(self._ended.pop())
         step = HandoverStep(opens=tuple(self._opens), grown=tuple(grown), ends=tuple(self._ends))
@@ -179,6 +194,8 @@ class ProducerScheduler:
             lease = self.leases.handed(lease_id, ranks)
             if lease is not None:
                 freed |= self._free(lease)  # the workers made it invalid themselves
+        if self.neighbours is not None:
+            self.neighbours.confirmed(heard)
         return freed
 
     def finished(self, request: Request) -> dict[str, Any] | None:
@@ -230,10 +247,31 @@ class ProducerScheduler:
         the leases before a step can write to them."""
         self.requests.clear()
         self._transfers.clear()
+        if self.neighbours is not None:
+            self.neighbours.drop_asks()
         for lease in self.leases.end_all():
             self._over(lease, "the prefill engine forgot what it had computed")
         while self._ended:
             self._free(self._ended.pop())
+
+    # Blocks of the engine's own cache, for neighbours
+
+    def open_cached(self, blocks: Sequence[Block]) -> Lease | None:
+        """A lease on cached blocks, which the workers confirm; None: too many hand-overs are under way."""
+        assert self._blocks is not None
+        lease = self.leases.open()
+        if lease is None:
+            return None
+        lease.is_cached = True
+        self._opens.append(Open(lease.id, lease.slot, "", bytes(32), confirms=True))
+        self.leases.offer(lease, self._clock())
+        self._blocks.touch(blocks)
+        lease.blocks += blocks
+        return lease
+
+    def end_cached(self, lease: Lease, why: str) -> None:
+        """The lease ends with the next step, if it is not over yet."""
+        self._end(lease, why)
 
     # The parts
 

@@ -237,6 +237,8 @@ class ProducerWorker:
     def _open(self, one: Open, outbox: Outbox) -> None:
         held = self._leases[one.lease] = HeldLease(one)
         self._set_slot(one.slot, one.lease)
+        if one.confirms:
+            self._heartbeats.add(one.lease)
         if one.transfer:
             self._by_transfer[one.transfer] = held
             self._gone.pop(one.transfer, None)

@@ -14,12 +14,14 @@ class Open:
     lease, slot: its id, and where the lease table has it.
     transfer: id under which decode waits for it in the concurrent form; else "".
     prompt: digest of its prompt, 32 bytes.
+    confirms: whether the workers report that it is valid.
     """
 
     lease: int
     slot: int
     transfer: str
     prompt: bytes
+    confirms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,15 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Decode: room was made for block ``first`` and following."""
+    """Decode: room was made for block ``first`` and following, counted from the first one that is offered.
+
+    is_cached: whether they are of a neighbour's own cache, not of a prefill.
+    """
 
     request_id: str
     first: int
     block_ids: BlockIds
+    is_cached: bool = False
 
     @property
     def blocks(self) -> int:

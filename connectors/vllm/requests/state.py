@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from moonpool.connectors.files import File
 from moonpool.connectors.vllm.load_decision import PROBE_LOAD, Choice
+from moonpool.connectors.vllm.pd.neighbour_asks import Neighbour
 from moonpool.connectors.vllm.pool import Ticket
 from moonpool.connectors.vllm.requests.chain import Chain
 from moonpool.connectors.vllm.requests.prefix_search import PrefixSearch
@@ -55,6 +56,7 @@ class RequestState:
 
     chain: the names of its blocks.
     switches: what the proxy says of its use of the pool.
+    neighbour: an engine whose own cache is still to be asked.
     adapter: the files that its LoRA adapter has for these names.
     search: of an engine with sliding windows, what the query asks for and the next one will.
     saved: the first block that still has to be saved; in COVERED not known yet.
@@ -70,6 +72,7 @@ class RequestState:
     request_id: str
     chain: Chain
     switches: Switches = NO_SWITCH
+    neighbour: Neighbour | None = None
     adapter: tuple[File, ...] = ()
     phase: Phase = Phase.NEW
     ticket: Ticket | None = None

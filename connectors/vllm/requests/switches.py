@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-# What else stands there: a hand-over, what an answer says of its request, and the wish to hear why.
+# What else stands there: a hand-over, what an answer says of its request, the wish to hear why, and an engine
+# whose own cache has more (pd/neighbour_asks.py).
 _NO_SWITCHES = frozenset(
     (
         "handover",
@@ -24,6 +25,8 @@ _NO_SWITCHES = frozenset(
         "load_errors",
         "decision",
         "explain",
+        "cached_at",
+        "neighbour_tokens",
     )
 )
 _KEEP_MIN_S = 0.001

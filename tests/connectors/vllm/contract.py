@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core.block_pool import BlockPool
 
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.connector import Mooncake
@@ -77,7 +78,8 @@ def main() -> None:
         "version": compat.vllm_version(),
         "kv": compared(hooks(base.KVConnectorBase_V1) | hooks(base.SupportsHMA), hooks(Mooncake)),
         "encoder": compared(hooks(ECConnectorBase), hooks(EncoderConnector)),
-        "watches": [compat.watch_weights(), compat.watch_adapters()],
+        "watches": [compat.watch_weights(), compat.watch_adapters(), compat.watch_idle()],
+        "cached_block": list(inspect.signature(BlockPool.get_cached_block).parameters),
     }
     with os.fdopen(int(sys.argv[1]), "w") as out:
         json.dump(answer, out)

@@ -216,6 +216,31 @@ class Driver:
             "leases": len(half.handover.producer.leases) if half and half.handover.producer else 0,
         }
 
+    def serve_neighbours(self, asks: int, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Steps until so many asks of other engines are answered, and nothing is left of them."""
+        offers = self._half().handover.producer.neighbours
+        until, deadline_s = offers.answered + asks, time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s and offers.answered < until:
+            self.engine.step()
+            time.sleep(0.001)
+        return self.drain(max(deadline_s - time.monotonic(), 1.0))
+
+    def claim_evicted(self) -> None:
+        """From now on, once, blocks are offered whose lease has ended on the workers."""
+        offers = self._half().handover.producer.neighbours
+        confirmed = offers.confirmed
+
+        def late(lease_ids: set[int]) -> None:
+            if not offers._opened.keys() & lease_ids:
+                return confirmed(lease_ids)
+            offers.confirmed = confirmed
+            for _, lease, _ in list(offers._opened.values()):
+                offers._producer.end_cached(lease, "a test takes its blocks away")
+            self.core.step()
+            confirmed(lease_ids)
+
+        offers.confirmed = late
+
     def metrics(self) -> dict[str, float]:
         """What /metrics would say, of the connector and of caches: name (and label) -> value."""
         from prometheus_client import REGISTRY

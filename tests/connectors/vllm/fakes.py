@@ -177,6 +177,7 @@ class FakeRequest:
     abort_immediately: bool = False
     status: Status = Status("RUNNING")
     answer: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
 
     @property
     def num_output_tokens(self) -> int:
@@ -199,6 +200,7 @@ class FakeRequest:
 class FakeBlock:
     block_id: int
     ref_cnt: int = 0
+    block_hash: bytes | None = None
 
 
 class FakeBlockPool:
@@ -213,6 +215,10 @@ class FakeBlockPool:
         for block in ordered_blocks:
             assert block.ref_cnt > 0
             block.ref_cnt -= 1
+
+    def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[FakeBlock] | None:
+        assert groups == [0]
+        return next(([block] for block in self.blocks if block.block_hash == block_hash), None)
 
     def held(self) -> list[int]:
         return [block.block_id for block in self.blocks if block.ref_cnt]

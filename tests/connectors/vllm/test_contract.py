@@ -70,4 +70,5 @@ def test_each_hook_is_ours_or_left_for_a_reason(vllm_python: str, tmp_path: Path
         found = answer[kind]
         assert [name for name in found["theirs"] if name not in {*found["ours"], *inherited}] == []
         assert found["differ"] == {}
-    assert answer["watches"] == [True, True]
+    assert answer["watches"] == [True, True, True]
+    assert answer["cached_block"] == ["self", "block_hash", "kv_cache_group_ids"]

@@ -95,7 +95,12 @@ def line(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
         names = ("prefill", "decode", *FORMS)
         ports = dict(zip(names, stack.enter_context(held_ports(len(names))), strict=True))
         ports["bootstrap"] = stack.enter_context(held_run(RANKS))
-        extra = {"bootstrap_port": ports["bootstrap"], "lease_s": 6.0, "compute_if_faster": False}
+        extra = {
+            "bootstrap_port": ports["bootstrap"],
+            "lease_s": 6.0,
+            "neighbour_wait_s": 10.0,
+            "compute_if_faster": False,
+        }
         running = {}
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             config = {"kv_connector": "Mooncake", "kv_role": role, "kv_connector_extra_config": extra}
@@ -185,6 +190,21 @@ def fetch(
 def tokens_of(answer: dict[str, Any]) -> list[int]:
     ids: list[int] = answer["choices"][0]["token_ids"]
     return ids
+
+
+@pytest.mark.skipif(RANKS > 1, reason="which rank has the blocks is not known")
+def test_an_idle_engine_gives_blocks_of_its_own_cache(line: Line) -> None:
+    """It makes no step until it is asked. What a proxy tells the other engine is told here by hand."""
+    prompt = make_prompt(7_900, 1000)
+    expected = tokens_of(line.ask("prefill", prompt)[0])
+    (member,) = json.loads(fetch(line.ports["bootstrap"], "GET", "/query")[2]).values()
+    assert member["cached"] is True
+    page = f"http://127.0.0.1:{line.ports['bootstrap']}"
+    cached_at = {"remote_engine_id": member["engine_id"], "remote_bootstrap_addr": page}
+    answer, _ = line.ask("decode", prompt, kv_transfer_params={"moonpool": {"cached_at": cached_at}})
+    assert tokens_of(answer) == expected
+    assert answer["kv_transfer_params"]["moonpool"]["neighbour_tokens"] == 992
+    line.forget()
 
 
 def test_both_forms_give_the_tokens_of_one_engine(line: Line) -> None:
