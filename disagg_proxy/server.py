@@ -125,6 +125,7 @@ class Proxy:
             policy_name=settings.policy,
             clients=self._keys.clients,
             switch_headers=settings.switch_headers,
+            neighbour_tokens_min=settings.neighbour_tokens_min,
             withdrawn=self._audit.key_refused,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None

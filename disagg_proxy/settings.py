@@ -87,10 +87,11 @@ class EngineSpec:
 
     @property
     def bootstrap_address(self) -> tuple[str, int] | None:
-        """(host, port) of its bootstrap page, None when it has none. Raises ConfigError."""
-        if self.role != "prefill":
-            if self.bootstrap:
-                raise bad("engines", f"only a prefill engine has a bootstrap page, and {self.name} is none")
+        """(host, port) of its bootstrap page, None when it has none: without ``bootstrap`` only prefill
+        engines have one. Raises ConfigError."""
+        if self.role == "decode" and self.bootstrap:
+            raise bad("engines", f"a decode engine has no bootstrap page, and {self.name} is one")
+        if self.role != "prefill" and not self.bootstrap:
             return None
         parts = _BOOTSTRAP.fullmatch(self.bootstrap or str(BOOTSTRAP_PORT))
         if parts is None or int(parts[2]) > 65535:

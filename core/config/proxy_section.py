@@ -193,6 +193,14 @@ class ProxyCommon(Section, frozen=True, kw_only=True):
             "refused",
         ),
     ] = []
+    neighbour_tokens_min: Annotated[
+        int,
+        about(
+            "a vLLM engine is told of another one whose own cache has so many more tokens of a prompt than "
+            "it and the pool have, and takes them from there; 0: never",
+            ge=0,
+        ),
+    ] = 256
     tls_cert: Annotated[
         str,
         about(

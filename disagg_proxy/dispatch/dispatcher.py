@@ -38,6 +38,7 @@ from moonpool.disagg_proxy.dispatch import request_switches
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
 from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.intake import Intake
+from moonpool.disagg_proxy.dispatch.neighbours import Neighbours, without_cached_at
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest, none_left, objection
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator, PrefixMatch
@@ -66,8 +67,8 @@ class Dispatcher:
     the event loop; resume: hands in a decision that comes later; observed: takes what the data plane has
     recorded; clock: the data plane's; handover, admission: the settings; hidden_pool: detects a pool whose
     nodes' KV events the proxy does not receive; clients: the rows of their keys, None: they have none;
-    switch_headers: the switches that clients may say by a header; withdrawn: is told of each request whose
-    key may ask no more."""
+    switch_headers: the switches that clients may say by a header; neighbour_tokens_min: the setting;
+    withdrawn: is told of each request whose key may ask no more."""
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Dispatcher:
         policy_name: str = "",
         clients: Clients | None = None,
         switch_headers: Collection[str] = (),
+        neighbour_tokens_min: int = 0,
         withdrawn: Callable[[ProxyRequest], None] = lambda request: None,
     ) -> None:
         self.candidates = Candidates(places)
@@ -104,6 +106,7 @@ class Dispatcher:
         self.handovers = Handovers(
             self.at, handover=handover, policy_name=policy_name or type(policy).__name__
         )
+        self.neighbours = Neighbours(self.at, locator.is_heard, neighbour_tokens_min)
         self.prompts = PromptIds(tokens, loop, self.told)
         self._clients = clients
         self._switch_headers = switch_headers
@@ -304,6 +307,8 @@ class Dispatcher:
     def _switch(self, request: ProxyRequest) -> Answer | None:
         """Sets the request's switches, before all else: they then hold whatever becomes of the choice. An
         Answer: why they cannot."""
+        if request.attempt and request.switches:
+            request.switches = without_cached_at(request.switches)
         client = None if self._clients is None else self._clients.find(request.headers("authorization"))
         try:
             switches = request_switches.read(request.moonpool_headers, self._switch_headers, client)
@@ -366,7 +371,8 @@ class Dispatcher:
         for each in self._observers:
             each.on_choice(request, choice)
         waited_s = sent_s - request.arrived_s if pending.waits else 0.0
-        return self.handovers.plan(request, choice, tracked=True, waited_s=waited_s)
+        neighbour = "" if match is None else self.neighbours.name(request, choice, match)
+        return self.handovers.plan(request, choice, tracked=True, waited_s=waited_s, neighbour=neighbour)
 
     # Requests that wait
 

@@ -29,6 +29,7 @@ from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.conductor.plan import Plan
 from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S, Histogram
 from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
+from moonpool.disagg_proxy.dispatch.neighbours import without_cached_at
 from moonpool.disagg_proxy.dispatch.request_hints import asks_why
 from moonpool.disagg_proxy.engines.bootstrap import parameters
 from moonpool.disagg_proxy.engines.bootstrap_trust import wait_of
@@ -73,8 +74,17 @@ class Handovers:
         self._tensorrt_llm = handover in _TENSORRT_LLM
         self._numbers = transfer_ids()
 
-    def plan(self, request: ProxyRequest, choice: Choice, *, tracked: bool, waited_s: float = 0.0) -> Plan:
-        """What the data plane carries out for this choice. waited_s: that the request was in the queue."""
+    def plan(
+        self,
+        request: ProxyRequest,
+        choice: Choice,
+        *,
+        tracked: bool,
+        waited_s: float = 0.0,
+        neighbour: str = "",
+    ) -> Plan:
+        """What the data plane carries out for this choice. waited_s: that the request was in the queue.
+        neighbour: the engine from whose cache a part of the prompt may come."""
         decode, prefill = choice.decode, choice.prefill
         if prefill is None:
             plan, form = Plan(decode.place, tracked=tracked), HandoverForm.NOT
@@ -92,8 +102,11 @@ class Handovers:
                 for name, value in choice.why.items()
             },
         }
-        if request.switches:
-            why["switches"] = {name: msgspec.Raw(value.encode()) for name, value in request.switches}
+        if neighbour:
+            why["neighbour"] = neighbour
+        switches = without_cached_at(request.switches)  # which has an address
+        if switches:
+            why["switches"] = {name: msgspec.Raw(value.encode()) for name, value in switches}
         if waited_s:
             why["queued_s"] = round(waited_s, 5)
         return plan._replace(headers=((b"X-Moonpool-Decision", msgspec.json.encode(why)),))

@@ -92,6 +92,11 @@ def hindrance(request: ProxyRequest, switches: Switches) -> str | None:
     return None
 
 
+def can_tell(request: ProxyRequest) -> bool:
+    """Whether vLLM hands what is told on this path to its connector."""
+    return request.path in _TOLD
+
+
 def uses_no_pool(request: ProxyRequest) -> bool:
     """Whether an engine computes no KV for it."""
     return request.path in _NO_KV or request.method != b"POST"

@@ -101,7 +101,7 @@ class AdminEndpoints:
         self._look = look
         collectors: list[Collector] = [
             ProcessMetrics(PREFIX),
-            HandoverCollector(dispatcher.handovers),
+            HandoverCollector(dispatcher.handovers, dispatcher.neighbours),
             SavingsCollector(data.total),
         ]
         if dispatcher.uses_tokens:

@@ -8,18 +8,26 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from moonpool.disagg_proxy.dispatch.handovers import FormStats, Handovers
-from moonpool.disagg_proxy.metric_family import Values, family_of_each, histograms
+from moonpool.disagg_proxy.dispatch.neighbours import Neighbours
+from moonpool.disagg_proxy.metric_family import Values, family, family_of_each, histograms
 
 
 class HandoverCollector(Collector):
     """Metrics of hand-overs between prefill and decode engines."""
 
-    def __init__(self, handovers: Handovers) -> None:
+    def __init__(self, handovers: Handovers, neighbours: Neighbours) -> None:
         self._handovers = handovers
+        self._neighbours = neighbours
 
     def collect(self) -> Iterator[Metric]:
-        """Metric families, as of now; none without a prefill engine."""
-        if not any(engine is not None and engine.role == "prefill" for engine in self._handovers.engines):
+        """Metric families, as of now; none without a prefill engine or a bootstrap page."""
+        engines = [engine for engine in self._handovers.engines if engine is not None]
+        if not any(engine.role == "prefill" or engine.bootstrap is not None for engine in engines):
+            return
+        text = "Requests whose engine was told of another one's own cache"
+        yield family("neighbours_named_total", text, self._neighbours.named)
+        yield from self._pages()
+        if not any(engine.role == "prefill" for engine in engines):
             return
         stats = {form.name.lower(): each for form, each in self._handovers.stats.items()}
         text = "Requests whose decode engine was told where a prefill engine's work lies"
@@ -32,7 +40,6 @@ class HandoverCollector(Collector):
         text = "From asking a prefill engine to the first token of a stream"
         first = {form: each.first_byte for form, each in stats.items()}
         yield histograms("handover_first_byte_seconds", text, first, "form")
-        yield from self._pages()
 
     def _pages(self) -> Iterator[Metric]:
         pages = {

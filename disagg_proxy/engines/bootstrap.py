@@ -38,15 +38,18 @@ _log = logging.getLogger("moonpool.proxy")
 @dataclass(frozen=True, slots=True)
 class Rank:
     """One prefill engine behind an address. url: of the page that knows it; number: which of the address's
-    ranks, as it wants to be told, None when there are no ranks."""
+    ranks, as it wants to be told, None when there are no ranks. cached: whether it gives other engines blocks
+    of its own cache."""
 
     engine_id: str
     url: str
     number: int | None = None
+    cached: bool = False
 
 
 class _Member(msgspec.Struct):
     engine_id: str
+    cached: bool = False
 
 
 _page = msgspec.json.Decoder(dict[str, _Member])
@@ -56,17 +59,18 @@ def read_page(body: bytes, url: str) -> tuple[Rank, ...]:
     """The ranks of one page, in their order; () when it is no such page. Where it has ranks of several
     engines: those of the first."""
     try:
-        members = {int(key): member.engine_id for key, member in _page.decode(body).items()}
+        read = {int(key): member for key, member in _page.decode(body).items()}
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return ()
-    if not all(0 < len(engine_id) <= 256 for engine_id in members.values()):
+    members = [read[key] for key in sorted(read)][:RANKS_MAX]
+    ids = [member.engine_id for member in members]
+    if not all(0 < len(engine_id) <= 256 for engine_id in ids):
         return ()
-    ids = [engine_id for _, engine_id in sorted(members.items())][:RANKS_MAX]
     first = _RANK.fullmatch(ids[0]) if ids else None
     if first is not None:
         ids = [engine_id for engine_id in ids if engine_id.startswith(f"{first[1]}_dp")]
     if len(ids) == 1 and first is None:
-        return (Rank(ids[0], url),)
+        return (Rank(ids[0], url, cached=members[0].cached),)
     return tuple(Rank(engine_id, url, number) for number, engine_id in enumerate(ids))
 
 
@@ -134,6 +138,13 @@ class Bootstrap:
             self._turn += 1
             self._unconfirmed += 1
             return self._ranks[self._turn % len(self._ranks)]
+
+    @property
+    def cache(self) -> Rank | None:
+        """The engine, if it gives other engines blocks of its own cache. Of several ranks it is not known
+        which one has a block."""
+        ranks = self._ranks
+        return ranks[0] if len(ranks) == 1 and ranks[0].cached else None
 
     def answered(self, ranks: tuple[Rank, ...], now_s: float, pages: Iterable[Bootstrap] = ()) -> None:
         """Stores the content of the page, which is never empty. pages: those of all engines. If two pages

@@ -52,13 +52,14 @@ PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 @dataclass
 class Pair:
     """engines: where each listens; events: as the proxy's option takes them; heard: our own follower of these
-    streams, to know what the engines have told."""
+    streams, to know what the engines have told; pages: ports of the engines' bootstrap pages."""
 
     model: Path
     engines: dict[str, Address]
     events: list[str]
     heard: Subscriber
     indexes: PrefixIndexes
+    pages: dict[str, int] = field(default_factory=dict)
     proxies: dict[str, Address] = field(default_factory=dict)
     logs: dict[str, Path] = field(default_factory=dict)
 
@@ -109,6 +110,7 @@ def pair(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         running = {}
         for name in ENGINES:
             pair.engines[name] = ("127.0.0.1", kept_port())
+            pair.pages[name] = kept_port()
             pair.logs[name] = folder / f"{name}.log"
             command = engine_command(vllm_python, pair, name, runtime)
             running[name] = started(stack, command, pair.logs[name], runtime, warm(vllm_python))
@@ -136,7 +138,10 @@ def engine_command(python: str, pair: Pair, name: str, runtime: Path) -> list[st
     command += ["--host", host, "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
     command += ["--max-model-len", "4096", "--max-num-seqs", "8", "--block-size", str(BLOCK_TOKENS)]
     command += ["--kv-cache-memory-bytes", str(CACHE_BYTES), "--enforce-eager", "--seed", "0"]
-    command += ["--kv-transfer-config", json.dumps(KV_CONFIG), "--kv-events-config", json.dumps(events)]
+    more = {"bootstrap_port": pair.pages[name], "neighbour_wait_s": 10.0}
+    extra = KV_CONFIG["kv_connector_extra_config"] | more  # type: ignore[operator]
+    connector = {**KV_CONFIG, "kv_connector_extra_config": extra}
+    command += ["--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(events)]
     command += ["--enable-prompt-tokens-details"]
     return command + (["--enable-scale-out"] if name == "prefill" else [])
 
@@ -325,6 +330,49 @@ def test_the_simulator_says_what_a_real_engine_does(pair: Pair, sessions: int, t
         if 0.5 <= ratios[-1] <= 2.0:
             return
     raise AssertionError(f"the simulated median over the real one: {ratios}")
+
+
+def test_an_engine_takes_what_the_proxy_knows_to_be_in_anothers_own_cache(pair: Pair, tmp_path: Path) -> None:
+    """There is no pool. The proxy hears of the blocks of one engine, and tells the other one, which asks
+    it."""
+    address, log = ("127.0.0.1", kept_port()), tmp_path / "log"
+    command = [sys.executable, "-m", "moonpool", "proxy", "--listen", f"127.0.0.1:{address[1]}"]
+    command += ["--policy", "tests.disagg_proxy.dispatch.by_session:BySession"]
+    for name in ENGINES:
+        command += ["--engine", f"{name}={pair.url(name)}#bootstrap={pair.pages[name]}"]
+    for stream in pair.events:
+        command += ["--events", stream]
+    prompt = [place * 31 % 251 for place in range(1000)]
+
+    def answer_of(session: str) -> tuple[Body, Body]:
+        body = {
+            "model": "tiny",
+            "max_tokens": 8,
+            "temperature": 0,
+            "prompt": prompt,
+            "return_token_ids": True,
+        }
+        status, headers, content = fetch(
+            address, "POST", PATHS["completions"], body, X_Moonpool_Session=session
+        )
+        assert status == 200, content
+        return json.loads(content), json.loads(headers["X-Moonpool-Decision"])
+
+    with ExitStack() as stack:
+        until_ready(started(stack, command, log, tmp_path), address, log)
+        pair.proxies["neighbours"] = address
+        stack.callback(pair.proxies.pop, "neighbours")
+        up = [("moonpool_proxy_bootstrap_up", name) for name in ENGINES]
+        eventually(lambda: all(metrics(address).get(one) == 1 for one in up), "the pages are known")
+        first, decision = answer_of("0")
+        assert (decision["engine"], decision.get("neighbour")) == ("prefill", None)
+        pair.until_heard("neighbours", "prefill", prompt, 992)
+        second, decision = answer_of("1")
+        assert (decision["engine"], decision.get("neighbour")) == ("decode", "prefill")
+        assert metrics(address)["moonpool_proxy_neighbours_named_total", ""] == 1
+    assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+    assert second["kv_transfer_params"]["moonpool"]["neighbour_tokens"] == 992
+    assert first["kv_transfer_params"]["moonpool"]["local_tokens"] == 0
 
 
 def test_no_block_stays_behind(pair: Pair) -> None:

@@ -24,6 +24,7 @@ OPTIONS = {
     "Choice of an engine": {
         "proxy.policy": "POLICY",
         "proxy.handover": "FORM",
+        "proxy.neighbour_tokens_min": "N",
         "proxy.tokenizer": "MODEL=FOLDER",
         "proxy.events": "NAME=ZMQ",
         "proxy.pool": "auto|none",

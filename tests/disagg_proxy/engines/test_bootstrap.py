@@ -295,7 +295,7 @@ def test_what_is_no_place_for_a_page(option: str) -> None:
 
 
 def test_only_prefill_engines_have_a_page() -> None:
-    with pytest.raises(ConfigError, match="only a prefill engine"):
+    with pytest.raises(ConfigError, match="a decode engine has no bootstrap page"):
         parse_engines(["http://a:1#bootstrap=2"], "decode")
     assert parse_engines(["http://a:1"])[0].bootstrap_address is None
 
