@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -291,6 +292,11 @@ class LoadDecision:
             computed = -(-PROBE_TOKENS // self._block_tokens)
             return Choice(max(everything - computed, 0), PROBE_PREFILL, load_s, compute_s)
         return Choice(everything, FASTER, load_s, compute_s)
+
+    def compute_s(self, tokens: int) -> float:
+        """Predicted seconds of computing so many tokens; infinity: not measured."""
+        rate = self._prefill.per_second
+        return math.inf if rate is None else tokens / rate
 
     def load_begins(self, shares: Shares) -> None:
         """These blocks are being loaded from now on, behind the loads under way."""

@@ -11,6 +11,7 @@ then, even when the request is gone. saves.py keeps blocks that are being saved.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -464,7 +465,8 @@ class SchedulerHalf:
             return handed, True
         tokens = state.loadable_tokens(local_tokens, request.num_tokens, self._engine_config.block_tokens)
         if state.neighbour is not None and not request.skip_reading_prefix_cache:
-            theirs = self.handover.neighbour_tokens(request, state.neighbour, local_tokens, tokens)
+            compute_s = _unmeasured if self._decision is None else self._decision.compute_s
+            theirs = self.handover.neighbour_tokens(request, state.neighbour, local_tokens, tokens, compute_s)
             if theirs is None:
                 return None, False
             state.neighbour = None  # a request that is preempted asks no more
@@ -722,6 +724,10 @@ class SchedulerHalf:
 
 def _nothing(_output: SchedulerOutput) -> None:
     pass
+
+
+def _unmeasured(_tokens: int) -> float:
+    return math.inf
 
 
 def _asks_why(request: Request) -> bool:

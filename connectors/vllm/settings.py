@@ -52,7 +52,7 @@ class Settings(PoolOptions):
     handover_listen: str = "127.0.0.1:0"
     handover_transports: str = "all"
     neighbours: bool = True
-    neighbour_wait_s: float = 0.25
+    neighbour_wait_s: float = 1.0
     lease_s: float = 10.0
     bootstrap_port: int | None = None
     compute_if_faster: bool = True

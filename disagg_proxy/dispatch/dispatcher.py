@@ -38,7 +38,7 @@ from moonpool.disagg_proxy.dispatch import request_switches
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
 from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.intake import Intake
-from moonpool.disagg_proxy.dispatch.neighbours import Neighbours, without_cached_at
+from moonpool.disagg_proxy.dispatch.neighbours import NeighbourHints, without_cached_at
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest, none_left, objection
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator, PrefixMatch
@@ -106,7 +106,7 @@ class Dispatcher:
         self.handovers = Handovers(
             self.at, handover=handover, policy_name=policy_name or type(policy).__name__
         )
-        self.neighbours = Neighbours(self.at, locator.is_heard, neighbour_tokens_min)
+        self.neighbours = NeighbourHints(self.at, locator.is_heard, neighbour_tokens_min)
         self.prompts = PromptIds(tokens, loop, self.told)
         self._clients = clients
         self._switch_headers = switch_headers

@@ -25,7 +25,7 @@ CACHED_AT = "cached_at"
 Pairs = Sequence[tuple[str, str]]
 
 
-class Neighbours:
+class NeighbourHints:
     """``name`` may be called on any thread."""
 
     def __init__(

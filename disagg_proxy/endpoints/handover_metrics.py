@@ -8,14 +8,14 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from moonpool.disagg_proxy.dispatch.handovers import FormStats, Handovers
-from moonpool.disagg_proxy.dispatch.neighbours import Neighbours
+from moonpool.disagg_proxy.dispatch.neighbours import NeighbourHints
 from moonpool.disagg_proxy.metric_family import Values, family, family_of_each, histograms
 
 
 class HandoverCollector(Collector):
     """Metrics of hand-overs between prefill and decode engines."""
 
-    def __init__(self, handovers: Handovers, neighbours: Neighbours) -> None:
+    def __init__(self, handovers: Handovers, neighbours: NeighbourHints) -> None:
         self._handovers = handovers
         self._neighbours = neighbours
 

@@ -38,6 +38,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.store.keys import with_items
 
+WAIT_SHARE = 0.5  # of computing what a neighbour may have: so long a request waits for its answer
 NO_STATES = (
     "its model has layers with states, and decode would need the state before the prompt's last token, which "
     "prefill does not keep"
@@ -144,7 +145,6 @@ class Handover:
                     fingerprint=fingerprint,
                     algorithm=engine_config.hash_algorithm,
                     token=token,
-                    wait_s=self._settings.neighbour_wait_s,
                     tally=self._tally,
                     clock=self._clock,
                 )
@@ -202,12 +202,18 @@ class Handover:
                 self.consumer.refused(request, str(why))
 
     def neighbour_tokens(
-        self, request: Request, neighbour: Neighbour, local_tokens: int, stored_tokens: int
+        self,
+        request: Request,
+        neighbour: Neighbour,
+        local_tokens: int,
+        stored_tokens: int,
+        compute_s: Callable[[int], float],
     ) -> int | None:
         """Tokens beyond the local ones that a neighbour's own cache gives; None: it has not answered. Asked
         again until it has, and then no more.
 
         stored_tokens: that the pool has beyond the local ones; it gives them, if the neighbour has no more.
+        compute_s: predicts the seconds of computing so many tokens. The request waits for a share of that.
         """
         block_tokens = self._engine_config.block_tokens
         if self.queries is None or self.consumer is None or self._stopped or local_tokens % block_tokens:
@@ -216,9 +222,11 @@ class Handover:
         if not self.queries.is_asked(request_id):
             hashes = request.block_hashes[first : (request.num_tokens - 1) // block_tokens]
             named = len(request.block_hashes) == request.num_tokens // block_tokens
-            if not named or len(hashes) * block_tokens <= stored_tokens:
+            more = len(hashes) * block_tokens - stored_tokens
+            if not named or more <= 0:
                 return 0
-            if not self.queries.begin(request_id, neighbour, first, hashes):
+            wait_s = min(self._settings.neighbour_wait_s, WAIT_SHARE * compute_s(more))
+            if not self.queries.begin(request_id, neighbour, first, hashes, wait_s):
                 return 0
         query = self.queries.poll(request_id)
         if query is None:

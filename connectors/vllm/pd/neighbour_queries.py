@@ -29,6 +29,7 @@ class Query:
 
     first: the place in the prompt of the first block that is asked for.
     began_s: seconds of the clock.
+    wait_s: seconds that the request waits for the answer at most.
     offer: what came of it; None: nothing.
     is_over: whether the neighbour has answered, or cannot.
     why: why it did not answer, or "".
@@ -38,6 +39,7 @@ class Query:
     neighbour: Neighbour
     first: int
     began_s: float
+    wait_s: float
     offer: Offer | None = None
     is_over: bool = False
     why: str = ""
@@ -54,20 +56,17 @@ class NeighbourQueries:
         fingerprint: bytes,
         algorithm: str,
         token: bytes,
-        wait_s: float,
         tally: Tally,
         clock: Callable[[], float],
         start: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """engine_id: of this engine, which is not asked.
-        wait_s: seconds that a request waits for an answer at most.
         start: runs what asks, for tests; None: on a new thread.
         """
         self._engine_id = engine_id
         self._fingerprint = fingerprint
         self._algorithm = algorithm
         self._token = token
-        self._wait_s = wait_s
         self._tally = tally
         self._clock = clock
         self._start = start or _on_thread
@@ -86,16 +85,18 @@ class NeighbourQueries:
         """Whether an ask was made for the request."""
         return request_id in self._queries
 
-    def begin(self, request_id: str, neighbour: Neighbour, first: int, hashes: Sequence[bytes]) -> bool:
-        """Asks for the blocks with these hashes, the first of which is block ``first`` of the prompt. Returns
-        whether it does."""
+    def begin(
+        self, request_id: str, neighbour: Neighbour, first: int, hashes: Sequence[bytes], wait_s: float
+    ) -> bool:
+        """Asks for the blocks with these hashes, the first of which is block ``first`` of the prompt. The
+        request waits for ``wait_s`` seconds at most. Returns whether it does."""
         now_s = self._clock()
         if neighbour.remote_engine_id == self._engine_id or len(self._under_way) >= QUERIES_MAX:
             return False
         if now_s < self._rests.get(neighbour.remote_bootstrap_addr, now_s):
             return False
-        query = Query(neighbour, first, now_s)
-        ask = Ask(neighbour.remote_engine_id, self._fingerprint, self._algorithm, self._wait_s, list(hashes))
+        query = Query(neighbour, first, now_s, wait_s)
+        ask = Ask(neighbour.remote_engine_id, self._fingerprint, self._algorithm, wait_s, list(hashes))
         try:
             self._start(lambda: self._run(query, ask))
         except RuntimeError:  # this process can have no more threads
@@ -109,7 +110,7 @@ class NeighbourQueries:
         """The ask of a request, once it is over; None: the request waits on."""
         self._take_ended()
         query = self._queries[request_id]
-        if not query.is_over and self._clock() - query.began_s < self._wait_s:
+        if not query.is_over and self._clock() - query.began_s < query.wait_s:
             return None
         del self._queries[request_id]
         query.is_wanted = False
@@ -154,7 +155,7 @@ class NeighbourQueries:
         try:
             body = encode_ask(ask, self._token)
             url = query.neighbour.remote_bootstrap_addr.rstrip("/") + PATH
-            answer = exchange("POST", url, body=body, timeout_s=self._wait_s + LATE_S)
+            answer = exchange("POST", url, body=body, timeout_s=query.wait_s + LATE_S)
             if answer.status == 200:
                 offer = read_answer(answer.body, ask, body, self._token)
             else:

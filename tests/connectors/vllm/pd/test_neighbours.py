@@ -348,7 +348,6 @@ class QueriesBed:
             fingerprint=FINGERPRINT,
             algorithm="sha256",
             token=TOKEN,
-            wait_s=0.25,
             tally=self.tally,
             clock=self.clock,
             start=self.pending.append,
@@ -375,7 +374,7 @@ def asks(monkeypatch: pytest.MonkeyPatch) -> QueriesBed:
 
 def test_a_request_waits_for_an_answer_and_not_for_long(asks: QueriesBed) -> None:
     queries = asks.queries
-    assert queries.begin("r", Neighbour(**HINT), 2, HASHES[:6])
+    assert queries.begin("r", Neighbour(**HINT), 2, HASHES[:6], 0.25)
     assert queries.poll("r") is None
     asks.run()
     query = queries.poll("r")
@@ -383,7 +382,7 @@ def test_a_request_waits_for_an_answer_and_not_for_long(asks: QueriesBed) -> Non
     assert query.offer is not None
     assert (query.first, asks.asked[0].hashes, queries.under_way) == (2, HASHES[:6], 0)
 
-    assert queries.begin("slow", Neighbour(**HINT), 0, HASHES[:6])
+    assert queries.begin("slow", Neighbour(**HINT), 0, HASHES[:6], 0.25)
     asks.clock.now_s += 0.25
     late = queries.poll("slow")
     assert late is not None
@@ -392,24 +391,24 @@ def test_a_request_waits_for_an_answer_and_not_for_long(asks: QueriesBed) -> Non
     asks.run()
     assert [offer.lease for offer in queries.take_late()] == [77]  # the neighbour need not keep it
     assert queries.under_way == 0
-    assert not queries.begin("next", Neighbour(**HINT), 0, HASHES)  # it rests
+    assert not queries.begin("next", Neighbour(**HINT), 0, HASHES, 0.25)  # it rests
     asks.clock.now_s += REST_S
-    assert queries.begin("next", Neighbour(**HINT), 0, HASHES)
+    assert queries.begin("next", Neighbour(**HINT), 0, HASHES, 0.25)
 
 
 def test_an_engine_does_not_ask_itself_and_not_one_that_failed(asks: QueriesBed) -> None:
-    assert not asks.queries.begin("r", Neighbour("own", HINT["remote_bootstrap_addr"]), 0, HASHES)
+    assert not asks.queries.begin("r", Neighbour("own", HINT["remote_bootstrap_addr"]), 0, HASHES, 0.25)
     asks.status = 403
-    assert asks.queries.begin("r", Neighbour(**HINT), 0, HASHES[:4])
+    assert asks.queries.begin("r", Neighbour(**HINT), 0, HASHES[:4], 0.25)
     asks.run()
     query = asks.queries.poll("r")
     assert query is not None
     assert query.offer is None
-    assert not asks.queries.begin("s", Neighbour(**HINT), 0, HASHES[:4])
+    assert not asks.queries.begin("s", Neighbour(**HINT), 0, HASHES[:4], 0.25)
 
 
 def test_a_request_that_leaves_leaves_no_offer(asks: QueriesBed) -> None:
-    asks.queries.begin("r", Neighbour(**HINT), 0, HASHES[:4])
+    asks.queries.begin("r", Neighbour(**HINT), 0, HASHES[:4], 0.25)
     asks.queries.drop("r")
     asks.run()
     assert [offer.lease for offer in asks.queries.take_late()] == [77]
@@ -510,8 +509,21 @@ def test_the_pool_gives_what_the_neighbour_has_no_more_of(asks: QueriesBed, bloc
 def test_a_neighbour_that_does_not_answer_costs_a_wait_and_no_more(asks: QueriesBed) -> None:
     bed = HalfBed(asks, stored=2)
     assert bed.matched() == (None, False)
-    asks.clock.now_s += 0.25
+    asks.clock.now_s += 1.0
     assert bed.matched() == (2 * BLOCK_TOKENS, True)
+
+
+def test_a_request_waits_for_a_share_of_what_computing_takes(asks: QueriesBed) -> None:
+    """32 more tokens at 320 a second take 0.1 s."""
+    bed = HalfBed(asks, stored=2)
+    assert bed.half._decision is not None
+    for _ in range(20):
+        bed.half._decision.step_took(64, 0.2)
+    assert bed.matched() == (None, False)
+    asks.clock.now_s += 0.04
+    assert bed.matched() == (None, False)
+    asks.clock.now_s += 0.02
+    assert bed.matched()[0] is not None
 
 
 @pytest.mark.parametrize(
