@@ -170,6 +170,13 @@ class InflightTracker:
         else:
             self._ended(observation, sent)
 
+    def has_neighbour(self, request: int) -> None:
+        """The worker was told of another one whose own cache has more of the prompt than was predicted with.
+        How much comes from there is not known, so the request is compared with no prediction."""
+        sent = self._sent.get(request)
+        if sent is not None:
+            sent.has_neighbour = True
+
     def expire(self, now_s: float) -> None:
         """Drops requests that the data plane does not report any more."""
         for request in [each for each, sent in self._sent.items() if _is_forgotten(sent, now_s)]:
@@ -207,7 +214,7 @@ class InflightTracker:
             self._decodes(observation.request, sent, at_s, heard=False)
         if self.admission is not None and done is not None and sent.choice.prefill is None:
             self.admission.stalled(computes, done.seconds, at_s)
-        if done is None or not done.tokens or observation.status not in (0, 200):
+        if done is None or not done.tokens or observation.status not in (0, 200) or sent.has_neighbour:
             return  # a prompt of unknown length teaches nothing
         if self._is_wanted(computes.prefill_model, at_s):
             step_s = computes.decode_model.step_s(done.batch, done.context_tokens) if done.batch else 0.0
@@ -251,7 +258,8 @@ class InflightTracker:
         else:
             choice.computes.load.prefill_ended(observation.request, first_s, done=False)
             sent.computed = True
-        if sent.sound and observation.stream and sent.asked.tokens and observation.status in (0, 200):
+        known = sent.asked.tokens and not sent.has_neighbour
+        if sent.sound and observation.stream and known and observation.status in (0, 200):
             choice.computes.ttft_ratios.observe(sent.ttft_s, first_s - sent.at_s)
         self._decodes(observation.request, sent, first_s, heard=True)
 
@@ -278,7 +286,7 @@ class InflightTracker:
                 tokens=tokens,
             )
         finished = Finished(observation, choice, sent.asked, sent.at_s)
-        if answered and observation.status == 200:
+        if answered and observation.status == 200 and not sent.has_neighbour:
             self._compare(finished)
         for each in self._observers:
             each.on_finish(finished)

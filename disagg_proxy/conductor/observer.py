@@ -23,6 +23,7 @@ class InFlight:
     pending_handover: another worker than the one that answers computes its prompt, and still has it.
     computed, decoding: how far it is.
     sound:      the time of its first token is plausible.
+    has_neighbour: some of its prompt may come from another worker's own cache: its times teach nothing.
     decodes_s:  when its decode began, for an answer that is no stream; 0.0: not known.
     """
 
@@ -40,6 +41,7 @@ class InFlight:
     decoding: bool = False
     sound: bool = True
     decodes_s: float = 0.0
+    has_neighbour: bool = False
 
 
 class Finished(NamedTuple):

@@ -372,6 +372,9 @@ class Dispatcher:
             each.on_choice(request, choice)
         waited_s = sent_s - request.arrived_s if pending.waits else 0.0
         neighbour = "" if match is None else self.neighbours.name(request, choice, match)
+        if neighbour:
+            with self._lock:
+                self.scheduler.inflight.has_neighbour(pending.name)
         return self.handovers.plan(request, choice, tracked=True, waited_s=waited_s, neighbour=neighbour)
 
     # Requests that wait

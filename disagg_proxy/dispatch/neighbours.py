@@ -3,9 +3,9 @@ engines' KV events say. The engine's connector then asks that one for the blocks
 (connectors/vllm/pd/neighbour_asks.py).
 
 The engine is told by ``cached_at`` beside the request's switches, which clients cannot set. An engine can be
-named when its bootstrap page says that it gives blocks, and its stream of KV events is heard: what was merely
-sent to it may be gone. Both serve the request's model. Whether their KV fits is for the connectors to
-compare: they refuse by fingerprint.
+named when its stream of KV events is heard: what was merely sent to it may be gone. Both have a bootstrap
+page which says that they give and take blocks, and serve the request's model. Whether their KV fits is for
+the connectors to compare: they refuse by fingerprint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NeighbourHints:
         if max(match.own) < tokens:
             return ""
         told_of_switches = request_switches.loads(request) and request_switches.can_tell(request)
-        if not told_of_switches or not computes.takes_switches:
+        if not told_of_switches or computes.bootstrap is None or computes.bootstrap.cache is None:
             return ""
         found: tuple[Engine, Rank] | None = None
         for place in request.candidates:

@@ -39,7 +39,7 @@ _log = logging.getLogger("moonpool.proxy")
 class Rank:
     """One prefill engine behind an address. url: of the page that knows it; number: which of the address's
     ranks, as it wants to be told, None when there are no ranks. cached: whether it gives other engines blocks
-    of its own cache."""
+    of its own cache, and takes theirs."""
 
     engine_id: str
     url: str
@@ -141,8 +141,8 @@ class Bootstrap:
 
     @property
     def cache(self) -> Rank | None:
-        """The engine, if it gives other engines blocks of its own cache. Of several ranks it is not known
-        which one has a block."""
+        """The engine, if it gives other engines blocks of its own cache, and takes theirs. Of several ranks
+        it is not known which one has a block."""
         ranks = self._ranks
         return ranks[0] if len(ranks) == 1 and ranks[0].cached else None
 

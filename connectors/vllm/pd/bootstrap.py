@@ -3,8 +3,8 @@ is the one of vLLM's MooncakeConnector, so its example proxy works:
 
     {"0": {"engine_id": "...", "worker_addr": {"<tensor rank>": {"<pipeline rank>": "host:port"}}}}
 
-An engine that offers blocks of its own cache also has "cached": true there, and takes ``POST /cached``
-(neighbour_asks.py).
+An engine that offers blocks of its own cache takes ``POST /cached`` (neighbour_asks.py). One that also takes
+other engines' has "cached": true on its page.
 """
 
 from __future__ import annotations
@@ -74,12 +74,14 @@ class Bootstrap:
         engine_id: str,
         workers: dict[tuple[int, int], str],
         answer_ask: Callable[[bytes], bytes] | None = None,
+        takes_cached: bool = False,
     ) -> None:
         """address: where to listen; port 0: any.
         dp_rank: the data-parallel replica of this engine.
         engine_id: vLLM's name for it.
         workers: (tensor rank, pipeline rank) -> address of the worker.
         answer_ask: answers an ask for cached blocks, raises Malformed; None: there is nothing to ask for.
+        takes_cached: whether this engine asks others.
 
         Raises ConfigError when the address is in use.
         """
@@ -87,7 +89,7 @@ class Bootstrap:
         for (tp_rank, pp_rank), place in sorted(workers.items()):
             table.setdefault(str(tp_rank), {})[str(pp_rank)] = place
         member: dict[str, Any] = {"engine_id": engine_id, "worker_addr": table}
-        if answer_ask is not None:
+        if answer_ask is not None and takes_cached:
             member["cached"] = True
         page = msgspec.json.encode({str(dp_rank): member})
 

@@ -416,6 +416,7 @@ class Handover:
                 answer_ask=None
                 if self.producer is None or self.producer.neighbours is None
                 else self.producer.neighbours.ask,
+                takes_cached=self._engine_config.may_load,
             )
         except ConfigError as error:
             if self._settings.bootstrap_port is not None:

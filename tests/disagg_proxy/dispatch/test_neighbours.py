@@ -97,9 +97,10 @@ async def test_no_engine_is_named_that_does_not_give_blocks_or_is_not_heard() ->
     async with neighbours("m", "m") as b:
         b.proxy._locator.hears(0, None)
         assert await told(b) is None
-    async with neighbours("m", "m") as b:
-        b.proxy.engines[0].bootstrap = None
-        assert await told(b) is None
+    for place in (0, 1):
+        async with neighbours("m", "m") as b:
+            b.proxy.engines[place].bootstrap = None
+            assert await told(b) is None
 
 
 @with_deadline
@@ -109,6 +110,25 @@ async def test_what_the_pool_has_is_not_taken_from_a_neighbour() -> None:
         assert index is not None
         index.apply(40, 1, index.keys(array.array("I", IDS[:384])))  # a node of the pool
         assert await told(b) is None
+
+
+@with_deadline
+async def test_what_comes_from_a_neighbour_teaches_nothing() -> None:
+    """The engine reports more cached tokens than it and the pool have: that is no pool that is not heard."""
+    usage = {"prompt_tokens": 640, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 608}}
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.answer(json.dumps({"choices": [], "usage": usage}).encode())
+
+    for tokens_min in (256, 0):
+        async with neighbours("m", "m", neighbour_tokens_min=tokens_min) as b:
+            b.engines[1].behave = answer
+            tracker = b.proxy._dispatcher.scheduler.inflight
+            for _ in range(8):
+                await told(b)
+                b.proxy._indexes.all[0].forget(1)  # that it will have what was sent to it
+            b.proxy._dispatcher.learn()
+            assert tracker.hidden_pool.seen is not bool(tokens_min)
 
 
 @with_deadline

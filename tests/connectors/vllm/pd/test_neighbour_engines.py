@@ -163,5 +163,5 @@ def test_a_neighbour_that_stands_still_or_dies(pair: Pair) -> None:
     pair.neighbour.process.wait(60)
     answers.append(pair.take([gone], answers=False))
     assert [tokens_of(answer)[0] for answer in answers] == expected
-    assert [taken(answer) for answer in answers] == [[0]] * 3
+    assert [taken(answers[place]) for place in (0, 2)] == [[0], [0]]  # a dying process may still be read
     assert [answer["outputs"][0]["reason"] for answer in answers] == ["length"] * 3

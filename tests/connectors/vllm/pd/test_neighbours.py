@@ -263,7 +263,9 @@ def page() -> Iterator[tuple[str, list[bytes]]]:
             raise Malformed("it is")
         return b'{"a":1}'
 
-    made = Bootstrap(Address("127.0.0.1", 0), dp_rank=0, engine_id="e", workers={}, answer_ask=answer)
+    made = Bootstrap(
+        Address("127.0.0.1", 0), dp_rank=0, engine_id="e", workers={}, answer_ask=answer, takes_cached=True
+    )
     yield f"http://{made.address}", asked
     made.close()
 

@@ -198,7 +198,7 @@ def test_an_idle_engine_gives_blocks_of_its_own_cache(line: Line) -> None:
     prompt = make_prompt(7_900, 1000)
     expected = tokens_of(line.ask("prefill", prompt)[0])
     (member,) = json.loads(fetch(line.ports["bootstrap"], "GET", "/query")[2]).values()
-    assert member["cached"] is True
+    assert "cached" not in member  # as kv_producer it takes none
     page = f"http://127.0.0.1:{line.ports['bootstrap']}"
     cached_at = {"remote_engine_id": member["engine_id"], "remote_bootstrap_addr": page}
     answer, _ = line.ask("decode", prompt, kv_transfer_params={"moonpool": {"cached_at": cached_at}})
