@@ -303,6 +303,7 @@ class SchedulerHalf:
         for request_id in list(self._requests):
             self.forget(request_id)
         self.handover.forget_all()
+        self.handover.stop_neighbours()
 
     def adapter_loading(self, lora: Any) -> None:
         """The engine is about to load this adapter. Requests of an adapter that it replaces go on without the

@@ -24,7 +24,7 @@ from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
 from moonpool.connectors.vllm.pd.consumer_scheduler import ConsumerScheduler
 from moonpool.connectors.vllm.pd.kv_transfer_params import Unusable
-from moonpool.connectors.vllm.pd.neighbour_asks import Neighbour
+from moonpool.connectors.vllm.pd.neighbour_asks import HASHES_MAX, Neighbour
 from moonpool.connectors.vllm.pd.neighbour_offers import NeighbourOffers
 from moonpool.connectors.vllm.pd.neighbour_queries import NeighbourQueries
 from moonpool.connectors.vllm.pd.producer_scheduler import Identity, ProducerScheduler
@@ -71,6 +71,7 @@ class Handover:
         self._stopped = ""  # why no hand-over begins any more
         self.wake: Callable[[], None] = _nothing  # lets an idle engine begin a step
         self.queries: NeighbourQueries | None = None  # None: no other engine's cache is asked
+        self._asks_neighbours = True
         self.producer: ProducerScheduler | None = None
         self.consumer: ConsumerScheduler | None = None
 
@@ -216,11 +217,14 @@ class Handover:
         compute_s: predicts the seconds of computing so many tokens. The request waits for a share of that.
         """
         block_tokens = self._engine_config.block_tokens
-        if self.queries is None or self.consumer is None or self._stopped or local_tokens % block_tokens:
+        if self.queries is None or self.consumer is None or not self._asks_neighbours:
+            return 0
+        if local_tokens % block_tokens:
             return 0
         request_id, first = request.request_id, local_tokens // block_tokens
         if not self.queries.is_asked(request_id):
-            hashes = request.block_hashes[first : (request.num_tokens - 1) // block_tokens]
+            last = min((request.num_tokens - 1) // block_tokens, first + HASHES_MAX)
+            hashes = request.block_hashes[first:last]
             named = len(request.block_hashes) == request.num_tokens // block_tokens
             more = len(hashes) * block_tokens - stored_tokens
             if not named or more <= 0:
@@ -284,9 +288,14 @@ class Handover:
         """Ends all hand-overs, as forget_all, and begins none from here on."""
         self.forget_all()
         self._stopped = why
-        if self.producer is not None:
-            self.producer.neighbours = None  # its cache may hold KV of weights that are gone
+        self.stop_neighbours()
         self.close()
+
+    def stop_neighbours(self) -> None:
+        """The weights may be others than the fingerprint says: no blocks of caches are given or taken."""
+        if self.producer is not None and self.producer.neighbours is not None:
+            self.producer.neighbours.stop()
+        self._asks_neighbours = False
 
     def forget_all(self) -> None:
         """The KV of before counts for nothing any more, as after a change of weights: from the next step on,

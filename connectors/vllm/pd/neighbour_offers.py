@@ -91,6 +91,7 @@ class NeighbourOffers:
         self._clock = clock
         self.answered = 0  # asks
         self._blocks: BlockPool | None = None
+        self._is_stopped = False
         self._asked: deque[Question] = deque()
         self._opened: dict[int, tuple[Question, Lease, tuple[int, ...]]] = {}
         self._lent: dict[int, Lease] = {}  # leases of asks, among them some that have ended
@@ -108,7 +109,7 @@ class NeighbourOffers:
     def ask(self, body: bytes) -> bytes:
         """Answers one ask. Waits for the scheduler's thread as long as the taker does. Raises Malformed."""
         question = Question(decode_ask(body, self._identity.token), digest_of(body))
-        if not self._waiting.acquire(blocking=False):
+        if self._is_stopped or not self._waiting.acquire(blocking=False):
             return NOTHING
         try:
             self._asked.append(question)
@@ -151,6 +152,11 @@ class NeighbourOffers:
         self._lent.clear()
         return bool(lent)
 
+    def stop(self) -> None:
+        """Offers nothing from here on: hashes do not tell the KV of these weights from that of others."""
+        self._is_stopped = True
+        self.revoke()
+
     def drop_asks(self) -> None:
         """Answers all that wait with nothing."""
         for question, _, _ in self._opened.values():
@@ -167,7 +173,13 @@ class NeighbourOffers:
         """The leading blocks of those asked for that may be offered."""
         identity = self._identity
         fits = (ask.engine_id, ask.fingerprint) == (identity.engine_id, identity.fingerprint)
-        if self._blocks is None or not fits or not self._algorithm or ask.algorithm != self._algorithm:
+        if (
+            self._blocks is None
+            or self._is_stopped
+            or not fits
+            or not self._algorithm
+            or ask.algorithm != self._algorithm
+        ):
             return []
         lent = sum(len(lease.blocks) for lease in self._live())
         room = len(self._blocks.blocks) // LENT_BLOCKS_SHARE - lent

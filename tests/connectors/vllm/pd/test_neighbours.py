@@ -250,6 +250,18 @@ def test_what_was_computed_before_a_change_of_weights_is_not_offered() -> None:
     assert bed.pool.held() == []
 
 
+def test_an_engine_whose_weights_may_be_others_offers_nothing_any_more() -> None:
+    bed = OffersBed()
+    offer = bed.take(ask_for(HASHES[:4]))
+    assert offer is not None
+    bed.offers.stop()
+    bed.step()
+    assert (bed.slots[offer.slot], bed.pool.held()) == (0, [])
+    ask = ask_for(HASHES[:4])
+    body = encode_ask(ask, TOKEN)
+    assert read_answer(bed.offers.ask(body), ask, body, TOKEN) is None
+
+
 # The page
 
 
@@ -541,6 +553,22 @@ def test_a_request_waits_for_a_share_of_what_computing_takes(asks: QueriesBed) -
 def test_requests_that_ask_no_neighbour(asks: QueriesBed, stored: int, fields: dict[str, Any]) -> None:
     bed = HalfBed(asks, stored=stored, **{"kv_transfer_params": None, **fields})
     assert bed.matched() == (stored * BLOCK_TOKENS, stored > 0)
+    assert asks.pending == []
+
+
+def test_an_engine_that_forgot_what_was_stored_asks_no_neighbour(asks: QueriesBed) -> None:
+    """Its weights may be others now, of which its fingerprint does not tell."""
+    bed = HalfBed(asks, stored=0)
+    assert bed.matched() == (None, False)
+    bed.half.forget_everything_stored()
+    asks.run()
+    bed.half.build_step(FakeStep())  # type: ignore[arg-type]
+    assert asks.queries.under_way == 0
+    again = FakeRequest("again", list(range(41)), block_hashes=HASHES[:10])
+    again.kv_transfer_params = {"moonpool": {"cached_at": HINT}}
+    bed.half.arrived(again)
+    bed.pool.answer_prefix(0)
+    assert bed.half.matched_tokens(again, 0) == (0, False)
     assert asks.pending == []
 
 
