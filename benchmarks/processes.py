@@ -95,12 +95,12 @@ class Process:
         self._process.kill()
         self._process.wait()
 
-    def stop(self) -> None:
-        """SIGTERM, and SIGKILL after 3 s."""
+    def stop(self, timeout_s: float = 3) -> None:
+        """SIGTERM, and SIGKILL after ``timeout_s``."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(3)
+                self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
