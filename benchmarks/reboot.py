@@ -4,8 +4,9 @@
 
 A master and three nodes with host ids of their own, on this machine. The last node has all objects, 64 bytes
 each, which it writes to its SSD (a directory of this machine) when it is stopped. A client of the first node
-removes one of the keys, the master is stopped and started anew, as for an upgrade, and the node comes back under
-another host id, as after a reboot, with its directory. Then the client reads each key and compares its value.
+removes one of the keys, the master is stopped and started anew, as for an upgrade, and the node comes back
+under another host id, as after a reboot, with its directory. Then the client reads each key and compares its
+value.
 Targets alone judge: no peer keeps what it knows across the end of its master.
 """
 

@@ -238,8 +238,8 @@ TEST_CASE("sim: a row that is lost with its connection is not taken for a later 
     expect_none_from(200000515, c);
 }
 
-// 710000348, 164: an owner was restarted, its standby followed it at once, and took its place before the nodes
-// that knew of a removal had joined the owner. A node that was away brought the key back.
+// 710000348, 164: an owner was restarted, its standby followed it at once, and took its place before the
+// nodes that knew of a removal had joined the owner. A node that was away brought the key back.
 TEST_CASE("sim: a standby of an owner that is new may know less than the nodes") {
     Conditions c = clean_conditions();
     c.stripes = 100;

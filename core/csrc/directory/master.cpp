@@ -579,7 +579,7 @@ void Master::tick(uint64_t now_ms) {
         }
     }
     if (open_.empty()) before_open_.clear();
-    if (told_early_.size() != 0 && new_for_ms(now_ms) == 0) told_early_ = RemovalLog(limits_.removals_max);
+    if (new_for_ms(now_ms) == 0) told_early_ = RemovalLog(limits_.removals_max);
     for (auto placed = placed_.begin(); placed != placed_.end();) {
         auto is_old = [&](const Placed& p) { return now_ms - p.at_ms >= limits_.placed_ms; };
         std::erase_if(placed->second, is_old);

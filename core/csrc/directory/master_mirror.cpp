@@ -159,7 +159,6 @@ bool Master::follow_ended(Reader& r) {
 
 // The owner had not heard it.
 void Master::learn_what_nodes_told() {
-    if (told_early_.size() == 0) return;
     log_.lose(told_early_.complete_since());
     told_early_.each_after(kNoVersion, [&](const Hash128& hash, const Removal& removal) {
         (void)learn_removal({hash, removal.version});

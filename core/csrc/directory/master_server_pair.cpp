@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint64_t kStoodStillMs = 500;
 constexpr uint64_t kAskAgainMs = 100;  // for the owner's place, after a refusal
+constexpr uint64_t kUnheardMs = 1000;  // a question without an answer: what the owner said before is old
 
 uint64_t clock_ms() {
     auto now = std::chrono::system_clock::now().time_since_epoch();
@@ -199,7 +200,7 @@ bool MasterServer::keep_now() {
     journal_->note(Level::kWarning, "hand_over_ended", heir_,
                    "the election did not enter the standby in time; this master stays the owner");
     if (MasterLink* link = standby_link(); link != nullptr) {
-        link->refuse_hand_over({Code::kUnavailable, "the election did not enter this standby in time"});
+        link->refuse_hand_over({Code::kTimeout, "the election did not enter this standby in time"});
         if (!link->send()) drop(standby_fd_);
     }
     go_on_serving();
@@ -256,7 +257,8 @@ void MasterServer::settle_ask(Status how) {
     asked_.notify_all();
 }
 
-// What keeps the owner may end: it is new, or nodes have yet to tell this standby what they hold.
+// What keeps the owner may end (kUnavailable): it is new, or nodes have yet to tell this standby what they
+// hold. Not again after kTimeout: meanwhile the owner's callers wait.
 Status MasterServer::ask_hand_over(uint32_t timeout_ms) {
     if (pair_.role() != MasterRole::kStandby || !pair_.is_whole())
         return Error{Code::kUnavailable, "this master is no standby that knows all that its owner knows"};
@@ -272,16 +274,23 @@ Status MasterServer::ask_hand_over(uint32_t timeout_ms) {
         const uint64_t now = now_ms();
         return asked_.wait_for(lock, std::chrono::milliseconds(at_ms - std::min(at_ms, now)), until);
     };
+    auto given = [&]() REQUIRES(ask_mutex_) {
+        return pair_.role() == MasterRole::kOwner || (ask_ended_ && *ask_ended_);
+    };
     Status refused = success();
-    do {
+    for (uint64_t now = now_ms(); now < end_ms && !given(); now = now_ms()) {
         ask_ended_.reset();
         agent_->ask_hand_over(own_address());
         wait_until(end_ms, [&]() REQUIRES(ask_mutex_) { return ask_ended_.has_value(); });
-        if (!ask_ended_) break;
-        if (*ask_ended_) return success();
+        if (!ask_ended_) {
+            if (now_ms() - now > kUnheardMs) refused = success();
+            break;
+        }
         refused = *ask_ended_;
-        wait_until(std::min(end_ms, now_ms() + kAskAgainMs), [] { return false; });
-    } while (now_ms() < end_ms);
+        if (!refused && refused.error().code != Code::kUnavailable) return refused;
+        wait_until(std::min(end_ms, now_ms() + kAskAgainMs), given);
+    }
+    if (given()) return success();
     agent_->ask_hand_over("");
     if (!refused) return refused;
     return Error{Code::kTimeout,

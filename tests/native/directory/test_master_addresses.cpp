@@ -423,9 +423,12 @@ TEST_CASE("masters: a list that comes to a call without any time left is heard b
         return client.members(true).error().code;
     };
     REQUIRE(until([&] { return ask_without_time() == Code::kTimeout; }));  // it has a connection now
+    REQUIRE(until([&] {
+        MutexLock lock(mutex);
+        return callers.size() == 1;
+    }));
     {
         MutexLock lock(mutex);
-        REQUIRE(callers.size() == 1);
         REQUIRE(::send(callers.front().fd.get(), frame.data(), frame.size(), MSG_NOSIGNAL) ==
                 static_cast<ssize_t>(frame.size()));
     }

@@ -304,6 +304,7 @@ TEST_CASE("a need gets what others can give where the host has not what no tenan
 TEST_CASE("an object of more than 64 MiB gets the memory that is lent with its first put") {
     constexpr uint64_t kLarge = 88 * kMiB;
     Tenants t({{"a", 200 * kMiB, limits(0)}, {"b", 8 * kMiB, limits(0, 200 * kMiB)}});
+    t.shares.set_get_ms(std::chrono::minutes(1));
     t.put_many(0, 800);
     REQUIRE(t.put(1, 0, kLarge));
     CHECK(t.slot(1, 0) != kNoSlot);

@@ -147,9 +147,10 @@ uint64_t MemoryShares::could_give(const Tenant& taker) const {
 // Of what others use, up to `bytes`, a part at a time: each evicts so much only, and looks anew at who has
 // the most. Nothing is evicted where what is needed does not come together all the same.
 uint64_t MemoryShares::collect_shares(Tenant& taker, uint64_t bytes, uint64_t needed) {
-    const auto end = std::chrono::steady_clock::now() + kGetMs;
+    const auto end = std::chrono::steady_clock::now() + get_ms_;
+    const uint64_t evict_max = bytes > kGetBytes ? kLargeObjects : kTickObjects;
     while (taker.coming < bytes && taker.coming + could_give(taker) >= needed) {
-        uint64_t got = collect(taker, std::min(bytes - taker.coming, kGetBytes), above_share, kTickObjects);
+        uint64_t got = collect(taker, std::min(bytes - taker.coming, kGetBytes), above_share, evict_max);
         taker.coming += got;
         if (got == 0 || std::chrono::steady_clock::now() >= end) break;
     }

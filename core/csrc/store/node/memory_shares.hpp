@@ -47,6 +47,7 @@ class MemoryShares {
     // New limits. -> what cannot come into force before the node starts anew, a sentence each.
     Result<std::vector<std::string>> set(const LimitsByTenant& limits);
 
+    void set_get_ms(std::chrono::milliseconds ms) { get_ms_ = ms; }  // for tests
     // Gets up to `bytes` for a pool; piece: if it can be, so many of them at one place. -> how many it got.
     uint64_t get(Pool& taker, uint64_t bytes, uint64_t piece);
     // Takes back what is held above a maximum that was lowered, a part at a time; and tells each pool what it
@@ -61,10 +62,10 @@ class MemoryShares {
     static constexpr uint64_t kTickObjects = 4096;       // and what it evicts by age for that, a few ms
     static constexpr uint32_t kTickSorts = 50'000;       // objects for each tick that it then pauses
     static constexpr uint64_t kGetBytes = 64ull << 20;   // that one need gets, unless one object is larger,
-    static constexpr std::chrono::milliseconds kGetMs{500};  // for which so long is evicted at a time
-    static constexpr size_t kGiversMax = 4;                  // that are tried for one need, in each way
-    static constexpr size_t kStraysMax = 8;                  // tenants that one tick looks after
-    static constexpr int kRestTicks = 30;                    // of 100 ms
+    static constexpr uint64_t kLargeObjects = 65'536;  // for which as many are evicted in each part of that,
+    static constexpr size_t kGiversMax = 4;            // that are tried for one need, in each way
+    static constexpr size_t kStraysMax = 8;            // tenants that one tick looks after
+    static constexpr int kRestTicks = 30;              // of 100 ms
 
     struct Tenant {
         Pool* pool;
@@ -90,11 +91,12 @@ class MemoryShares {
     uint64_t could_give(const Tenant& taker) const;
     uint64_t take(Tenant& taker, uint64_t bytes, uint64_t piece);
 
-    std::vector<Tenant> tenants_;  // with limits of memory since the node's start
-    uint64_t total_ = 0;           // bytes of all of them together
-    uint64_t missing_ = 0;         // of these, what the host did not have when it was to be taken
-    int missing_ticks_ = 0;        // until it is tried again
-    size_t looked_at_ = 0;         // by the last tick
+    std::chrono::milliseconds get_ms_{500};  // and no part is begun after so long
+    std::vector<Tenant> tenants_;            // with limits of memory since the node's start
+    uint64_t total_ = 0;                     // bytes of all of them together
+    uint64_t missing_ = 0;                   // of these, what the host did not have when it was to be taken
+    int missing_ticks_ = 0;                  // until it is tried again
+    size_t looked_at_ = 0;                   // by the last tick
 };
 
 }  // namespace moonpool
