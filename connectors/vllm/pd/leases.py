@@ -80,6 +80,11 @@ class Leases:
         return len(self._offered)
 
     @property
+    def is_full(self) -> bool:
+        """Whether all slots are taken."""
+        return not self._free
+
+    @property
     def frees_soon(self) -> bool:
         """Whether a live decode engine keeps blocks that only its lease holds."""
         return any(

@@ -32,6 +32,7 @@ from moonpool.connectors.vllm.pd.neighbour_asks import Ask, decode_ask, digest_o
 from moonpool.connectors.vllm.pd.producer_scheduler import Identity, ProducerScheduler
 
 LENT_BLOCKS_SHARE = 8  # at most an eighth of the engine's blocks is kept for other engines' asks
+LENT_LEASES_MAX = 64  # at a time; hand-overs need most of the slots that they share with these
 WAITING_MAX = 32  # asks at a time
 ANSWER_S_MAX = 60.0
 NOTHING = b"{}"
@@ -122,7 +123,7 @@ class NeighbourOffers:
         """Opens leases for the asks that came since the last step."""
         while self._asked:
             question = self._asked.popleft()
-            found = self._found(question.ask)
+            found = self._found(question.ask) if self._has_room() else []
             lease = self._producer.open_cached(found) if found else None
             if lease is None:
                 self.answered += 1
@@ -168,6 +169,10 @@ class NeighbourOffers:
     def _live(self) -> list[Lease]:
         self._lent = {id: lease for id, lease in self._lent.items() if self._producer.leases.is_live(id)}
         return list(self._lent.values())
+
+    def _has_room(self) -> bool:
+        """Whether one more lease may be opened; looked at first, as an ask may name many blocks."""
+        return len(self._live()) < LENT_LEASES_MAX and not self._producer.leases.is_full
 
     def _found(self, ask: Ask) -> list[Block]:
         """The leading blocks of those asked for that may be offered."""

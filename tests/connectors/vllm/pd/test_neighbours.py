@@ -28,7 +28,12 @@ from moonpool.connectors.vllm.pd.neighbour_asks import (
     read_answer,
     read_neighbour,
 )
-from moonpool.connectors.vllm.pd.neighbour_offers import LENT_BLOCKS_SHARE, NOTHING, NeighbourOffers
+from moonpool.connectors.vllm.pd.neighbour_offers import (
+    LENT_BLOCKS_SHARE,
+    LENT_LEASES_MAX,
+    NOTHING,
+    NeighbourOffers,
+)
 from moonpool.connectors.vllm.pd.neighbour_queries import REST_S, NeighbourQueries
 from moonpool.connectors.vllm.pd.producer_scheduler import Identity, ProducerScheduler
 from moonpool.connectors.vllm.pd.producer_worker import ProducerWorker
@@ -204,6 +209,27 @@ def test_a_bounded_share_of_the_blocks_is_kept_for_others() -> None:
     again = bed.take(ask_for(HASHES[:30]))
     assert again is not None
     assert len(again.blocks[0]) == 7
+
+
+def test_a_bounded_number_of_leases_is_kept_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded ask for one block, repeated, leaves slots for hand-overs; and it costs no look at blocks."""
+    bed = OffersBed(cached=1, blocks=8 * LENT_BLOCKS_SHARE * LENT_LEASES_MAX)
+    offers = [bed.take(ask_for(HASHES[:1])) for _ in range(LENT_LEASES_MAX)]
+    assert None not in offers
+    monkeypatch.setattr(bed.pool, "get_cached_block", None)
+    assert bed.take(ask_for(HASHES[:1])) is None
+    monkeypatch.undo()
+    assert offers[0] is not None
+    bed.producer.heartbeats(set(), {offers[0].lease: 1})
+    assert bed.take(ask_for(HASHES[:1])) is not None
+
+
+def test_without_a_slot_no_block_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = OffersBed()
+    while bed.producer.leases.open():
+        pass
+    monkeypatch.setattr(bed.pool, "get_cached_block", None)
+    assert bed.take(ask_for(HASHES[:4])) is None
 
 
 def test_an_engine_that_lacks_blocks_takes_them_back_at_once() -> None:
