@@ -33,6 +33,16 @@ class _Member(msgspec.Struct):
     worker_addr: dict[str, dict[str, str]]
 
 
+def _is_length(text: str) -> bool:
+    """Whether it says how long the body of an ask is. Python's int() refuses thousands of digits."""
+    return (
+        text.isascii()
+        and text.isdigit()
+        and len(text) <= len(str(ASK_BYTES_MAX))
+        and int(text) <= ASK_BYTES_MAX
+    )
+
+
 class _Server(ThreadingHTTPServer):
     """Serves CALLERS_MAX callers at a time and closes the connection of one more."""
 
@@ -108,7 +118,7 @@ class Bootstrap:
                 length = self.headers.get("Content-Length", "")
                 if self.path != PATH or answer_ask is None:
                     self.answer(404, b"{}")
-                elif not length.isascii() or not length.isdigit() or int(length) > ASK_BYTES_MAX:
+                elif not _is_length(length):
                     self.answer(413, b"{}")
                 else:
                     try:

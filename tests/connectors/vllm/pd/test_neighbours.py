@@ -310,24 +310,27 @@ def page() -> Iterator[tuple[str, list[bytes]]]:
 
 def test_the_page_takes_asks(page: tuple[str, list[bytes]]) -> None:
     url, asked = page
-    assert msgspec.json.decode(exchange("GET", url + "/query").body)["0"]["cached"] is True
-    assert exchange("POST", url + PATH, body=b"ask")[::2] == (200, b'{"a":1}')
-    assert exchange("POST", url + PATH, body=b"forged").status == 403
-    assert exchange("POST", url + "/query", body=b"ask").status == 404
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-    connection.putrequest("POST", PATH)
-    connection.putheader("Content-Length", str(ASK_BYTES_MAX + 1))
-    connection.endheaders()
-    assert connection.getresponse().status == 413
-    connection.close()
+    assert msgspec.json.decode(exchange("GET", url + "/query", timeout_s=60).body)["0"]["cached"] is True
+    assert exchange("POST", url + PATH, body=b"ask", timeout_s=60)[::2] == (200, b'{"a":1}')
+    assert exchange("POST", url + PATH, body=b"forged", timeout_s=60).status == 403
+    assert exchange("POST", url + "/query", body=b"ask", timeout_s=60).status == 404
+    for length in (str(ASK_BYTES_MAX + 1), "9" * 5000, "", "-1"):
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        connection.putrequest("POST", PATH)
+        connection.putheader("Content-Length", length)
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
     assert asked == [b"ask", b"forged"]
 
 
 def test_the_page_of_an_engine_that_offers_nothing() -> None:
     made = Bootstrap(Address("127.0.0.1", 0), dp_rank=0, engine_id="e", workers={})
     try:
-        assert "cached" not in msgspec.json.decode(exchange("GET", f"http://{made.address}/query").body)["0"]
-        assert exchange("POST", f"http://{made.address}{PATH}", body=b"ask").status == 404
+        url = f"http://{made.address}"
+        read = exchange("GET", url + "/query", timeout_s=60).body
+        assert "cached" not in msgspec.json.decode(read)["0"]
+        assert exchange("POST", url + PATH, body=b"ask", timeout_s=60).status == 404
     finally:
         made.close()
 
