@@ -119,6 +119,7 @@ class SchedulerHalf:
         # Requests whose items are being hashed, and when each came. vLLM computes none of them yet.
         self._unnamed: dict[str, tuple[Request, float]] = {}
         self._sessions: dict[str, tuple[Request, int]] = {}  # that grow, and their items so far
+        self._unplaced = ""  # the request that vLLM asked about last in this step, until it has room for it
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
         self._clock = clock
@@ -437,6 +438,11 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond the local ones that can be loaded, whether asynchronously); (None, False): ask
         again."""
+        tokens, asynchronous = self._matched_tokens(request, local_tokens)
+        self._unplaced = "" if tokens is None else request.request_id
+        return tokens, asynchronous
+
+    def _matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         if request.request_id in self._unnamed and not self._begin_unnamed(request.request_id):
             return None, False
         state = self._requests.get(request.request_id)
@@ -479,6 +485,7 @@ class SchedulerHalf:
 
     def admitted(self, request: Request, blocks: Blocks, external_tokens: int) -> None:
         """Room was made for the request; called again, with nothing external, after its load."""
+        self._unplaced = ""
         state = self._requests.get(request.request_id)
         if state is None or state.phase is Phase.LOADING:
             return
@@ -509,6 +516,10 @@ class SchedulerHalf:
     def build_step(self, output: SchedulerOutput) -> Step:
         """The work of this step."""
         self.lookups.wait_left_s = WAIT_S  # the next queries are those of another step
+        if self._unplaced:  # vLLM asks for frees (has_pending_frees) only for requests that run
+            if not output.num_scheduled_tokens:
+                self.handover.revoke_lent()
+            self._unplaced = ""
         if self._sessions:
             self._record_grown()
         if self._unnamed:  # vLLM asks for none while as many run as may, and a prefill engine waits for ours

@@ -336,11 +336,12 @@ class Handover:
 
     def frees_soon(self) -> bool:
         """The engine lacks blocks: neighbours lose theirs. Whether waiting a moment frees some."""
-        producer = self.producer
-        if producer is None:
-            return False
-        revoked = producer.neighbours is not None and producer.neighbours.revoke()
-        return revoked or producer.leases.frees_soon
+        return self.revoke_lent() or (self.producer is not None and self.producer.leases.frees_soon)
+
+    def revoke_lent(self) -> bool:
+        """The engine lacks blocks: neighbours lose theirs with the next step. Whether there were any."""
+        neighbours = None if self.producer is None else self.producer.neighbours
+        return neighbours is not None and neighbours.revoke()
 
     def plan(self, output: SchedulerOutput) -> HandoverStep:
         """The plan of this step for the workers."""

@@ -610,6 +610,26 @@ def test_prompts_with_items_ask_no_neighbour(asks: QueriesBed) -> None:
     assert asks.pending == []
 
 
+def test_a_request_that_waits_while_nothing_runs_takes_lent_blocks_back(asks: QueriesBed) -> None:
+    """vLLM asks whether blocks become free only for requests that run."""
+    half, offers = HalfBed(asks, stored=0).half, OffersBed()
+    half.handover.producer = offers.producer
+    offer = offers.take(ask_for(HASHES[:4]))
+    assert offer is not None
+    half.build_step(FakeStep())  # type: ignore[arg-type]
+    assert offers.pool.held() == [10, 11, 12, 13]  # no request waits for room
+
+    one = FakeRequest("own", list(range(41)))
+    assert half.matched_tokens(one, 0) == (0, False)
+    half.build_step(first_step(FakeRequest("other", [1]), 0, 1))  # type: ignore[arg-type]
+    assert offers.pool.held() == [10, 11, 12, 13]  # others run, and end
+
+    assert half.matched_tokens(one, 0) == (0, False)
+    step = half.build_step(FakeStep())  # type: ignore[arg-type]
+    assert offers.pool.held() == []
+    assert [end.lease for end in step.handover.ends] == [offer.lease]
+
+
 # Waking an idle engine
 
 
