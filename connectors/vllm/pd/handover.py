@@ -39,6 +39,11 @@ from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.store.keys import with_items
 
 WAIT_SHARE = 0.5  # of computing what a neighbour may have: so long a request waits for its answer
+WAIT_S_MIN = 0.03  # an answer takes a connection and a step of the neighbour: in less there is none
+# What a neighbour must have more than the pool. The pool's blocks may lie in this host's memory, and stay
+# there while they are read; a neighbour's may be far away, and can be taken back.
+SURPLUS_TOKENS_MIN = 256
+SURPLUS_SHARE = 0.25  # of what the pool has
 NO_STATES = (
     "its model has layers with states, and decode would need the state before the prompt's last token, which "
     "prefill does not keep"
@@ -146,6 +151,7 @@ class Handover:
                     fingerprint=fingerprint,
                     algorithm=engine_config.hash_algorithm,
                     token=token,
+                    wait_s_max=self._settings.neighbour_wait_s,
                     tally=self._tally,
                     clock=self._clock,
                 )
@@ -213,7 +219,8 @@ class Handover:
         """Tokens beyond the local ones that a neighbour's own cache gives; None: it has not answered. Asked
         again until it has, and then no more.
 
-        stored_tokens: that the pool has beyond the local ones; it gives them, if the neighbour has no more.
+        stored_tokens: that the pool has beyond the local ones; it gives them, if the neighbour's
+            surplus is not worth it (is_worth).
         compute_s: predicts the seconds of computing so many tokens. The request waits for a share of that.
         """
         block_tokens = self._engine_config.block_tokens
@@ -227,10 +234,10 @@ class Handover:
             hashes = request.block_hashes[first:last]
             named = len(request.block_hashes) == request.num_tokens // block_tokens
             more = len(hashes) * block_tokens - stored_tokens
-            if not named or more <= 0:
+            if not named or not is_worth(more, stored_tokens):
                 return 0
             wait_s = min(self._settings.neighbour_wait_s, WAIT_SHARE * compute_s(more))
-            if not self.queries.begin(request_id, neighbour, first, hashes, wait_s):
+            if wait_s < WAIT_S_MIN or not self.queries.begin(request_id, neighbour, first, hashes, wait_s):
                 return 0
         query = self.queries.poll(request_id)
         if query is None:
@@ -238,7 +245,8 @@ class Handover:
         offer = query.offer
         if offer is None:
             return 0
-        if (query.first + len(offer.blocks[0])) * block_tokens <= local_tokens + stored_tokens:
+        offered = (query.first + len(offer.blocks[0])) * block_tokens - local_tokens
+        if not is_worth(offered - stored_tokens, stored_tokens):
             self.consumer.refuse_cached(offer)
             return 0
         if not self.consumer.take_cached(request, offer, query.first):
@@ -434,6 +442,12 @@ class Handover:
             self._log.warning("moonpool: decode engines cannot be served concurrently: %s", error)
             return
         self._log.info("moonpool: decode engines find this one at http://%s/query", self._bootstrap.address)
+
+
+def is_worth(more: int, stored: int) -> bool:
+    """Whether blocks are taken from a neighbour that has so many tokens more than the pool, which has
+    ``stored`` of those that the engine lacks."""
+    return more >= max(SURPLUS_TOKENS_MIN, SURPLUS_SHARE * stored)
 
 
 def _nothing() -> None:

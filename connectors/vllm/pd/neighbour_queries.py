@@ -1,6 +1,7 @@
 """Asks to other engines for blocks of their own prefix caches (neighbour_asks.py), each on a thread of its
-own: the scheduler's thread only polls. An engine that does not answer in time is not asked again for some
-seconds, so that it costs one request of many the wait.
+own: the scheduler's thread only polls. An engine that cannot be asked, or that lets a request wait as long as
+any may, is not asked again for some seconds, so that it costs one request of many the wait. One that is late
+for a short prompt, which waits a moment only, may be in time for a long one.
 
 An offer that comes when its request waits for it no more is handed on by ``take_late``: the neighbour is told
 that it need not keep the blocks.
@@ -56,17 +57,20 @@ class NeighbourQueries:
         fingerprint: bytes,
         algorithm: str,
         token: bytes,
+        wait_s_max: float,
         tally: Tally,
         clock: Callable[[], float],
         start: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """engine_id: of this engine, which is not asked.
+        wait_s_max: how long a request of any length waits at most, seconds.
         start: runs what asks, for tests; None: on a new thread.
         """
         self._engine_id = engine_id
         self._fingerprint = fingerprint
         self._algorithm = algorithm
         self._token = token
+        self._wait_s_max = wait_s_max
         self._tally = tally
         self._clock = clock
         self._start = start or _on_thread
@@ -116,6 +120,7 @@ class NeighbourQueries:
         query.is_wanted = False
         if not query.is_over or query.why:
             self._tally.add("neighbour_unanswered")
+        if not query.is_over and query.wait_s >= self._wait_s_max:
             self._rest(query.neighbour)
         return query
 
@@ -138,6 +143,8 @@ class NeighbourQueries:
             query, offer, why = self._ended.popleft()
             self._under_way.discard(query)
             query.is_over, query.why = True, why
+            if why:
+                self._rest(query.neighbour)
             if query.is_wanted:
                 query.offer = offer
             elif offer is not None:

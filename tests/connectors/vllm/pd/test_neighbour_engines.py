@@ -83,26 +83,26 @@ def taken(answer: dict[str, Any]) -> list[int]:
 
 
 def test_blocks_of_the_neighbours_cache(pair: Pair) -> None:
-    prompts = [make_prompt(8_000 + place, length) for place, length in enumerate((33, 64, 300, 1000))]
+    prompts = [make_prompt(8_000 + place, length) for place, length in enumerate((257, 288, 300, 1000))]
     expected = pair.computed(prompts)
     answer = pair.take(prompts)
 
     assert tokens_of(answer) == expected
-    assert taken(answer) == [32, 32, 288, 992]
-    assert pair.counted(pair.taker, "neighbour_tokens") == 32 + 32 + 288 + 992
+    assert taken(answer) == [256, 256, 288, 992]
+    assert pair.counted(pair.taker, "neighbour_tokens") == 256 + 256 + 288 + 992
     assert pair.counted(pair.taker, "neighbour_bytes") > 0
     assert pair.counted(pair.neighbour, "neighbour_offers") == len(prompts)
     assert "the lease expired" not in pair.neighbour.logged()
     again = pair.taker.call("generate", prompts=prompts)  # they are in its own cache now
-    assert [output["pool"]["local_tokens"] for output in again["outputs"]] == [32, 32, 288, 992]
+    assert [output["pool"]["local_tokens"] for output in again["outputs"]] == [256, 256, 288, 992]
 
 
 def test_the_neighbour_has_the_beginning_and_the_taker_some_of_it(pair: Pair) -> None:
-    stem, middle, rest = make_prompt(8_100, 128), make_prompt(8_101, 192), make_prompt(8_102, 200)
+    stem, middle, rest = make_prompt(8_100, 128), make_prompt(8_101, 320), make_prompt(8_102, 200)
     pair.taker.call("generate", prompts=[stem])
     pair.computed([stem + middle])
     answer = pair.take([stem + middle + rest])
-    assert taken(answer) == [192]
+    assert taken(answer) == [320]
     assert answer["outputs"][0]["pool"]["local_tokens"] == 128
     assert tokens_of(answer) == pair.computed([stem + middle + rest])
 

@@ -16,6 +16,7 @@ from moonpool.connectors.vllm.messages import Report
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
 from moonpool.connectors.vllm.pd.consumer_scheduler import ConsumerScheduler
+from moonpool.connectors.vllm.pd.handover import SURPLUS_TOKENS_MIN, is_worth
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, Unusable, answer_of
 from moonpool.connectors.vllm.pd.neighbour_asks import (
     ASK_BYTES_MAX,
@@ -378,7 +379,10 @@ def test_only_an_answer_to_this_ask_counts() -> None:
 
 
 class QueriesBed:
-    """queries whose asks end when ``run`` is called. answers: what the neighbour answers, by its place."""
+    """Queries whose asks end when ``run`` is called. Prompts are short: a few tokens are a surplus.
+
+    blocks, status: what the neighbour answers.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.tally = Clock(), Tally()
@@ -391,6 +395,7 @@ class QueriesBed:
             fingerprint=FINGERPRINT,
             algorithm="sha256",
             token=TOKEN,
+            wait_s_max=1.0,
             tally=self.tally,
             clock=self.clock,
             start=self.pending.append,
@@ -404,6 +409,7 @@ class QueriesBed:
             return type("Answer", (), {"status": self.status, "body": text})
 
         monkeypatch.setattr("moonpool.connectors.vllm.pd.neighbour_queries.exchange", answer)
+        monkeypatch.setattr("moonpool.connectors.vllm.pd.handover.SURPLUS_TOKENS_MIN", BLOCK_TOKENS)
 
     def run(self) -> None:
         while self.pending:
@@ -425,8 +431,8 @@ def test_a_request_waits_for_an_answer_and_not_for_long(asks: QueriesBed) -> Non
     assert query.offer is not None
     assert (query.first, asks.asked[0].hashes, queries.under_way) == (2, HASHES[:6], 0)
 
-    assert queries.begin("slow", Neighbour(**HINT), 0, HASHES[:6], 0.25)
-    asks.clock.now_s += 0.25
+    assert queries.begin("slow", Neighbour(**HINT), 0, HASHES[:6], 1.0)
+    asks.clock.now_s += 1.0
     late = queries.poll("slow")
     assert late is not None
     assert late.offer is None
@@ -448,6 +454,20 @@ def test_an_engine_does_not_ask_itself_and_not_one_that_failed(asks: QueriesBed)
     assert query is not None
     assert query.offer is None
     assert not asks.queries.begin("s", Neighbour(**HINT), 0, HASHES[:4], 0.25)
+
+
+def test_an_engine_that_is_late_for_a_short_prompt_is_asked_for_a_long_one(asks: QueriesBed) -> None:
+    assert asks.queries.begin("short", Neighbour(**HINT), 0, HASHES[:4], 0.0625)
+    asks.clock.now_s += 0.0625
+    late = asks.queries.poll("short")
+    assert late is not None
+    assert late.offer is None
+    assert asks.queries.begin("long", Neighbour(**HINT), 0, HASHES[:4], 1.0)
+    asks.queries.drop("long")
+    asks.status = 500  # that the ask of "short" has failed is seen, too
+    asks.run()
+    assert asks.queries.take_late() == []
+    assert not asks.queries.begin("next", Neighbour(**HINT), 0, HASHES[:4], 1.0)
 
 
 def test_a_request_that_leaves_leaves_no_offer(asks: QueriesBed) -> None:
@@ -538,15 +558,34 @@ def test_what_the_pool_lacks_comes_from_the_neighbour(asks: QueriesBed) -> None:
     assert bed.half.lookups.pins == 0
 
 
-@pytest.mark.parametrize("blocks", [0, 2])
-def test_the_pool_gives_what_the_neighbour_has_no_more_of(asks: QueriesBed, blocks: int) -> None:
+@pytest.mark.parametrize(("stored", "blocks"), [(2, 0), (2, 2), (7, 8)])
+def test_the_pool_gives_what_the_neighbour_has_little_more_of(
+    asks: QueriesBed, stored: int, blocks: int
+) -> None:
     asks.blocks = blocks
-    bed = HalfBed(asks, stored=2)
+    bed = HalfBed(asks, stored=stored)
     assert bed.matched() == (None, False)
     asks.run()
-    assert bed.matched() == (2 * BLOCK_TOKENS, True)
+    assert bed.matched() == (stored * BLOCK_TOKENS, True)
     step = bed.half.handover.plan(FakeStep())  # type: ignore[arg-type]
     assert [refuse.source.lease for refuse in step.refuses] == [77] * bool(blocks)  # type: ignore[union-attr]
+
+
+def test_which_surplus_is_worth_it() -> None:
+    assert is_worth(SURPLUS_TOKENS_MIN, 0)
+    assert not is_worth(SURPLUS_TOKENS_MIN - 1, 0)
+    assert not is_worth(16, 10_000)
+    assert is_worth(2_500, 10_000)
+
+
+def test_for_a_wait_in_which_no_answer_comes_nothing_is_asked(asks: QueriesBed) -> None:
+    """32 more tokens at 3,200 a second take 10 ms."""
+    bed = HalfBed(asks, stored=2)
+    assert bed.half._decision is not None
+    for _ in range(20):
+        bed.half._decision.step_took(64, 0.02)
+    assert bed.matched() == (2 * BLOCK_TOKENS, True)
+    assert asks.pending == []
 
 
 def test_a_neighbour_that_does_not_answer_costs_a_wait_and_no_more(asks: QueriesBed) -> None:
@@ -573,6 +612,7 @@ def test_a_request_waits_for_a_share_of_what_computing_takes(asks: QueriesBed) -
     ("stored", "fields"),
     [
         (10, {}),  # all that can be loaded
+        (9, {}),  # all but one block
         (0, {"block_hashes": []}),  # an engine without a prefix cache
         (0, {"kv_transfer_params": {"moonpool": {"cached_at": HINT, "load": False}}}),
         (0, {"kv_transfer_params": {"moonpool": {}}}),
