@@ -124,7 +124,7 @@ async def test_what_comes_from_a_neighbour_teaches_nothing() -> None:
         async with neighbours("m", "m", neighbour_tokens_min=tokens_min) as b:
             b.engines[1].behave = answer
             tracker = b.proxy._dispatcher.scheduler.inflight
-            for _ in range(8):
+            for _ in range(12):
                 await told(b)
                 b.proxy._indexes.all[0].forget(1)  # that it will have what was sent to it
             b.proxy._dispatcher.learn()

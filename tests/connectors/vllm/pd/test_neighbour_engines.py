@@ -40,8 +40,9 @@ class Pair:
         return tokens_of(self.neighbour.call("generate", prompts=prompts, **more))
 
     def take(self, prompts: list[list[int]], *, answers: bool = True, **more: Any) -> dict[str, Any]:
-        """The taker's answer, who is told of the neighbour; it has none of the prompts. answers: whether the
-        neighbour makes steps, in which it answers one ask for each prompt; nothing is then left of them."""
+        """The answer of the taker, which is told of the neighbour and has none of the prompts. answers:
+        whether the neighbour makes steps, in which it answers one ask for each prompt; nothing is then left
+        of them."""
         if answers:
             self.neighbour.send("serve_neighbours", asks=len(prompts))
         answer = self.taker.call("generate", prompts=prompts, params=[self.hint] * len(prompts), **more)
@@ -158,7 +159,7 @@ def test_a_neighbour_that_stands_still_or_dies(pair: Pair) -> None:
     pair.hint["moonpool"]["cached_at"]["remote_bootstrap_addr"] = f"{place}/"
     pair.neighbour.call("drain", timeout_s=60)  # what it was asked meanwhile
     pair.taker.call("kill_at_read", pid=pair.neighbour.process.pid, after=False)
-    pair.neighbour.send("serve_neighbours", asks=1)
+    pair.neighbour.send("serve_neighbours", asks=2)  # that of before may come only now; it ends by the kill
     answers.append(pair.take([read], answers=False))
     pair.neighbour.process.wait(60)
     answers.append(pair.take([gone], answers=False))
