@@ -26,7 +26,8 @@ struct LostInStripes {
     std::set<std::string> manifests;  // the groups of their stripes
     // Nodes evicted objects, or their disks have lost some: any manifest may be among them.
     bool any = false;
-    // A node's memory may have no room for what its disk has: a read misses what is there.
+    // A node's memory may have no room for what its disk has: a read misses what is there, or evicts another
+    // object, which the disk did not take.
     bool reads_miss = false;
     // No node lost or refused anything. Then a key that was replaced, and not removed, is read, if each of
     // its replacements was acknowledged.

@@ -256,6 +256,19 @@ TEST_CASE("sim: a standby of an owner that is new may know less than the nodes")
     expect_none_from(164, c);
 }
 
+// 750004298: two hand-overs ran the versions ahead of the time of day, with which the owner that was started
+// anew began: its removals were older than the copies.
+TEST_CASE("sim: an owner that is started anew behind hand-overs removes what was put before") {
+    Conditions c = clean_conditions();
+    c.stripes = 100;
+    c.memory_objects = 8;
+    c.disk.slow_ms = 20;
+    c.standby = c.disks = true;
+    c.hand_overs = 2;
+    c.restarts = c.master_restarts = 1;
+    expect_none_from(750004298, c);
+}
+
 // 500000302: a node that had stood still stored a replacement that another one had overtaken, while its
 // client waited there with a third one, for which the master took it.
 TEST_CASE("sim: what a node stores late is not taken for the replacement that is on its way to it") {

@@ -171,9 +171,11 @@ void Master::take_over(uint64_t now_ms, Version first, bool all_told) {
     if (!standby_) return;
     standby_ = superseded_ = false;
     one_of_several_ = true;
-    // Later than all that the owner may have given since its last frame.
-    constexpr Version kAhead = 1ull << 30;
-    version_ = std::max(first, version_ + kAhead);
+    // Later than all that the owner may have given since its last frame; one that hands over has given no
+    // more. A master that is started anew begins with the time of day, which versions are not to run ahead
+    // of.
+    const Version ahead = all_told ? 1 : 1ull << 30;
+    version_ = std::max(first, version_ + ahead);
     for (const auto& [id, seat] : seats_) version_ = std::max(version_, seat.applied);
     first_ = version_;
     // The nodes that had joined tell all that happens. One that did not know all begins as a new master does.

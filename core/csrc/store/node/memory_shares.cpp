@@ -144,8 +144,8 @@ uint64_t MemoryShares::could_give(const Tenant& taker) const {
     return bytes;
 }
 
-// Of what others use, up to `bytes`, a part at a time: each evicts so much only, and looks anew at who has
-// the most. Nothing is evicted where what is needed does not come together all the same.
+// Of what others use, up to `bytes`, a part at a time: each evicts so much only, and looks anew which tenant
+// has the most. Nothing is evicted where what is needed does not come together all the same.
 uint64_t MemoryShares::collect_shares(Tenant& taker, uint64_t bytes, uint64_t needed) {
     const auto end = std::chrono::steady_clock::now() + get_ms_;
     const uint64_t evict_max = bytes > kGetBytes ? kLargeObjects : kTickObjects;
