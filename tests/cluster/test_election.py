@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import urllib.request
 from typing import Any
 
 import pytest
@@ -22,12 +24,13 @@ ELECTED_S = 30.0  # 5 times what a lease and a look take
 
 
 class Elected:
-    """etcd and two masters, each in a host of its own, and two nodes."""
+    """etcd and two masters, each in a host of its own, and two nodes. members: of etcd, on its host."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, members: int = 1) -> None:
         self.cluster = cluster
         self._etcd_host = cluster.host("e")
-        self.etcd = self.start_etcd()
+        self._members = members
+        self.etcd, *self._others = [self.start_etcd(member) for member in range(members)]
         self.hosts = [cluster.host("m"), cluster.host("s")]
         cluster.master_host, cluster.standby_host = self.hosts
         self.masters = [self.start_master(host) for host in self.hosts]
@@ -37,19 +40,36 @@ class Elected:
             until(lambda node=node: node.metric("masters_joined") == 2, JOIN_S)
         cluster.wait_alive(2)
 
-    def start_etcd(self) -> Process:
+    def start_etcd(self, member: int = 0) -> Process:
         program = shutil.which("etcd")
         if program is None:
             pytest.skip("etcd is not installed: apt install etcd-server")
-        url = f"http://{self._etcd_host.address}:2379"
-        peer = "http://127.0.0.1:2380"
-        command = [program, "--data-dir", str(self._etcd_host.log_dir / "etcd"), "--listen-client-urls", url]
-        command += ["--advertise-client-urls", url, "--listen-peer-urls", peer]
-        command += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-        return self._etcd_host.start("etcd", command)
+        url = f"http://{self._etcd_client(member)}"
+        peers = [f"http://127.0.0.1:{2380 + 10 * each}" for each in range(self._members)]
+        command = [program, "--name", f"etcd{member}"]
+        command += ["--data-dir", str(self._etcd_host.log_dir / f"etcd{member}"), "--listen-client-urls", url]
+        command += ["--advertise-client-urls", url, "--listen-peer-urls", peers[member]]
+        command += ["--initial-advertise-peer-urls", peers[member]]
+        command += ["--initial-cluster", ",".join(f"etcd{each}={peer}" for each, peer in enumerate(peers))]
+        return self._etcd_host.start(f"etcd{member}", command)
+
+    def _etcd_client(self, member: int) -> str:
+        return f"{self._etcd_host.address}:{2379 + 10 * member}"
+
+    def kill_leader(self) -> None:
+        """Of etcd's members the one through which all changes go."""
+        for member, process in enumerate([self.etcd, *self._others]):
+            status = urllib.request.Request(
+                f"http://{self._etcd_client(member)}/v3/maintenance/status", b"{}"
+            )
+            with self.cluster.network.switch.entered(), urllib.request.urlopen(status, timeout=10) as page:
+                answer = json.load(page)
+            if answer["header"]["member_id"] == answer["leader"]:
+                return process.kill()
+        raise AssertionError("no member of etcd says that it leads")
 
     def start_master(self, host: Host) -> Process:
-        etcd = f"etcd://{self._etcd_host.address}:2379"
+        etcd = f"etcd://{','.join(map(self._etcd_client, range(self._members)))}"
         process = host.moonpool("master", "--listen", f"{host.address}:{MASTER_PORT}", "--election", etcd)
         process.said("^moonpool master")
         return process
@@ -70,7 +90,7 @@ class Elected:
 
     def names_as_standby(self, master: int) -> bool:
         """The key does so: that one, and no other, takes over when the owner is lost."""
-        etcd = Etcd([f"{self._etcd_host.address}:2379"], timeout_s=5.0)
+        etcd = Etcd([self._etcd_client(0)], timeout_s=5.0)
         none = Seat("", "")
         with self.cluster.network.switch.entered():
             record = Ballot(etcd, "/moonpool/masters/default", none).read().record
@@ -153,6 +173,23 @@ def test_removals_go_on_when_the_standby_dies(elected: Elected) -> None:
     elected.masters[1 - owner] = elected.start_master(elected.hosts[1 - owner])
     until(elected.is_whole, ELECTED_S)
     assert elected.owner() == owner
+    until(lambda: elected.removed(on_a, "l"), ELECTED_S)
+    assert on_b.get(["k", "l"]) == [None, None]
+
+
+def test_a_leader_of_etcd_that_dies_takes_no_master_along(cluster: Cluster) -> None:
+    elected = Elected(cluster, members=3)
+    a, b = elected.nodes
+    on_a, on_b = elected.cluster.puppet(a.host), elected.cluster.puppet(b.host)
+    on_b.put(["k", "l"], SIZE)
+    elected.cluster.found(["k", "l"])
+    owner = elected.owner()
+    assert owner is not None
+    elected.kill_leader()
+    assert on_a.remove(["k"]) == [True]
+    assert elected.owner() == owner
+    elected.masters[owner].kill()
+    until(lambda: elected.owner() == 1 - owner, ELECTED_S)
     until(lambda: elected.removed(on_a, "l"), ELECTED_S)
     assert on_b.get(["k", "l"]) == [None, None]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from ..core.store_bed import until
 from .bed import Cluster, Node
 from .puppet import checksum, replaced_at_once
@@ -50,9 +52,8 @@ def test_a_holder_that_is_back_within_a_removal_does_not_bring_the_key_back(
     until(lambda: on_a.get(["k"]) == [None])
 
 
-def test_a_node_that_was_rebooted_loses_what_was_removed_and_no_more(
-    cluster: Cluster,
-) -> None:
+@pytest.mark.parametrize("name", ["c", "renamed"])
+def test_a_node_that_was_rebooted_loses_what_was_removed_and_no_more(cluster: Cluster, name: str) -> None:
     """It comes back under another host id, to a master that was restarted meanwhile."""
     a, _, c = with_ssd(cluster)
     names = [f"k{i}" for i in range(20)]
@@ -71,7 +72,7 @@ def test_a_node_that_was_rebooted_loses_what_was_removed_and_no_more(
         until(lambda node=node: node.metric("master_joined"))
     on_a.put(["another"], SIZE)
     on_a.remove(["another"])
-    again = cluster.start_node(c.host, ssd=SSD, name=c.name, host_id="c-boot-2")
+    again = cluster.start_node(c.host, ssd=SSD, name=name, host_id="c-boot-2")
     until(lambda: again.metric("ssd_objects") == len(names) - 1)
     cluster.found(names[1:])
     assert on_a.has(names[1:], SIZE)

@@ -256,6 +256,18 @@ TEST_CASE("sim: a standby of an owner that is new may know less than the nodes")
     expect_none_from(164, c);
 }
 
+TEST_CASE("sim: eight hosts replace one key a hundred times, and all read the same value") {
+    Conditions c = clean_conditions();
+    c.hosts = 8;
+    c.keys = 1;
+    c.puts = c.removes = c.pins = 0;
+    c.operations = 300;
+    c.apart = 0;
+    expect_none("sim, one key of eight hosts", 25, c);
+    c.stops = c.cuts = c.broken_links = 1;
+    expect_none("sim, one key of eight hosts, with faults", 25, c);
+}
+
 // 750004298: two hand-overs ran the versions ahead of the time of day, with which the owner that was started
 // anew began: its removals were older than the copies.
 TEST_CASE("sim: an owner that is started anew behind hand-overs removes what was put before") {
