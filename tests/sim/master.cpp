@@ -13,6 +13,9 @@ constexpr uint64_t kSilentMs = 1000, kPauseMs = 100;
 
 void SimMaster::on_start() {
     since_ = world_.now();
+    // It ended while it handed over, and its operator sees which one has its place.
+    if (owner_ == nullptr && standby_process_ != nullptr && standby_process_->is_owner())
+        owner_ = standby_process_;
     master_ = std::make_unique<Master>(limits_, now_ms(), first_version(unix_ms()),
                                        planted_.two_ranges ? Range{} : range_);
     pair_ = std::make_unique<MasterPair>(
