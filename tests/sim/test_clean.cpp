@@ -24,6 +24,17 @@ Conditions puts_and_removals() {
     return c;
 }
 
+Conditions restarts_beside_hand_overs() {
+    Conditions c = clean_conditions();
+    c.stripes = 100;
+    c.memory_objects = 8;
+    c.disk.slow_ms = 20;
+    c.standby = c.disks = true;
+    c.hand_overs = 2;
+    c.restarts = c.master_restarts = 1;
+    return c;
+}
+
 void expect_none(
     const char* what, uint64_t seeds, const Conditions& conditions,
     const Counts& counts = [](const Finding&) { return true; }) {
@@ -241,15 +252,8 @@ TEST_CASE("sim: a row that is lost with its connection is not taken for a later 
 // 710000348, 164: an owner was restarted, its standby followed it at once, and took its place before the
 // nodes that knew of a removal had joined the owner. A node that was away brought the key back.
 TEST_CASE("sim: a standby of an owner that is new may know less than the nodes") {
+    expect_none_from(710000348, restarts_beside_hand_overs());
     Conditions c = clean_conditions();
-    c.stripes = 100;
-    c.memory_objects = 8;
-    c.disk.slow_ms = 20;
-    c.standby = c.disks = true;
-    c.hand_overs = 2;
-    c.restarts = c.master_restarts = 1;
-    expect_none_from(710000348, c);
-    c = clean_conditions();
     c.standby = c.disks = c.owner_dies = true;
     c.restarts = 2;
     c.master_restarts = 1;
@@ -271,14 +275,7 @@ TEST_CASE("sim: eight hosts replace one key a hundred times, and all read the sa
 // 750004298: two hand-overs ran the versions ahead of the time of day, with which the owner that was started
 // anew began: its removals were older than the copies.
 TEST_CASE("sim: an owner that is started anew behind hand-overs removes what was put before") {
-    Conditions c = clean_conditions();
-    c.stripes = 100;
-    c.memory_objects = 8;
-    c.disk.slow_ms = 20;
-    c.standby = c.disks = true;
-    c.hand_overs = 2;
-    c.restarts = c.master_restarts = 1;
-    expect_none_from(750004298, c);
+    expect_none_from(750004298, restarts_beside_hand_overs());
 }
 
 // 500000302: a node that had stood still stored a replacement that another one had overtaken, while its

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <optional>
 
 namespace moonpool {
 
@@ -13,19 +14,23 @@ namespace {
 
 constexpr int kPeerPidfd = 77;  // SO_PEERPIDFD, which headers older than Linux 6.5 lack
 
+std::optional<ucred> peer_of(int socket) {
+    ucred peer{};
+    socklen_t size = sizeof(peer);
+    if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return std::nullopt;
+    return peer;
+}
+
 }  // namespace
 
 pid_t pid_behind(int socket) {
-    ucred peer{};
-    socklen_t size = sizeof(peer);
-    return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 ? peer.pid : 0;
+    const std::optional<ucred> peer = peer_of(socket);
+    return peer ? peer->pid : 0;
 }
 
 bool is_same_user(int socket) {
-    ucred peer{};
-    socklen_t size = sizeof(peer);
-    if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
-    return peer.uid == ::geteuid() || peer.uid == 0;
+    const std::optional<ucred> peer = peer_of(socket);
+    return peer && (peer->uid == ::geteuid() || peer->uid == 0);
 }
 
 Fd process_behind(int socket) {
