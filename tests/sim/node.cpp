@@ -47,10 +47,9 @@ void SimNode::on_start() {
     if (options_.has_disk) open_disk();
     removals_ = std::make_unique<Removals>(ranges_);
     if (ssd_ != nullptr) {
-        removals_->set_on_applied(
+        removals_->set_on_confirmed(
             [this](uint32_t range, Version version) { ssd_->set_applied(range, version); });
-        for (uint32_t range = 0; range < ranges_; ++range)
-            removals_->set_applied(range, ssd_->applied(range));
+        for (uint32_t range = 0; range < ranges_; ++range) removals_->begin_at(range, ssd_->applied(range));
     }
     DeltaLog* next = nullptr;
     for (size_t i = agents_.size(); i-- > 0;) {
@@ -96,6 +95,11 @@ MemberHooks SimNode::hooks(const Range& range) {
             },
             [this, range](const Drops& drops) { return drop(drops, range); },
             [this, range] { return removals_->applied(range.index); },
+            [this, range] { return removals_->confirmed(range.index); },
+            [this, range](Version version) {
+                removals_->confirm(range.index, version);
+                return true;
+            },
             [this] { return holdings_->empty(); },
             [this, range](Version before, Version& cursor, std::vector<Drop>& rows) {
                 if (planted_.handover_lost) return kNoVersion;

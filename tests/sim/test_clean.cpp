@@ -249,6 +249,19 @@ TEST_CASE("sim: a row that is lost with its connection is not taken for a later 
     expect_none_from(200000515, c);
 }
 
+// 820000978: the same, but the node was restarted in place of its connection: its disk kept up to where it
+// was right, which counted also for the copy on it of which its master had not heard.
+TEST_CASE("sim: a node comes back from its disk up to where its master knew all its copies") {
+    Conditions c = clean_conditions();
+    c.disks = true;
+    c.memory_objects = 4;
+    c.disk.fails = 10;
+    c.disk.full = 30;
+    c.restarts = 2;
+    c.stops = 1;
+    expect_none_from(820000978, c);
+}
+
 // 710000348, 164: an owner was restarted, its standby followed it at once, and took its place before the
 // nodes that knew of a removal had joined the owner. A node that was away brought the key back.
 TEST_CASE("sim: a standby of an owner that is new may know less than the nodes") {

@@ -28,15 +28,14 @@ MemberProtocol::MemberProtocol(MemberProtocolOptions options, MemberHooks hooks,
       now_(std::move(now)) {}
 
 Status MemberProtocol::connected(const std::string& peer, Send send) {
-    // Rows that the lost connection did not carry were checked up to then only.
-    Version checked = rows_lost_ ? rows_applied_ : UINT64_MAX;
     link_ = Link{};
     link_.peer = peer;
     link_.send = std::move(send);
     told_ = false;
     // Asked first: it waits while another process takes over, and load() then says whether that one has the
-    // node now. A JOIN behind its own would take its place.
-    const bool is_empty = hooks_.is_empty();
+    // node now. A JOIN behind its own would take its place. What is put from then on is right up to here.
+    link_.inventory_applied = hooks_.applied();
+    link_.is_empty = hooks_.is_empty();
     NodeLoad load;
     if (!hooks_.load(load)) return store_is_silent();
     out_.clear();
@@ -45,8 +44,8 @@ Status MemberProtocol::connected(const std::string& peer, Send send) {
     write_identity(w, options_.identity);
     write_load(w, load);
     write_event_endpoints(w, options_.identity);
-    w.number(is_empty ? UINT64_MAX : std::min(hooks_.applied(), checked));
-    if (!is_empty && !has_joined_ && hooks_.recovered && hooks_.recovered()) w.number(kJoinRecovered);
+    w.number(link_.is_empty ? UINT64_MAX : hooks_.confirmed());
+    if (!link_.is_empty && !has_joined_ && hooks_.recovered && hooks_.recovered()) w.number(kJoinRecovered);
     finish_frame(out_, at);
     link_.asked_ms = now_();
     return link_.send(out_);
@@ -95,13 +94,9 @@ void MemberProtocol::leave() {
     (void)link_.send(out_);
 }
 
-// The socket had taken the last rows, and they may be lost all the same.
 void MemberProtocol::disconnected() {
-    Version lost = std::min(std::exchange(unasked_, UINT64_MAX), std::exchange(unanswered_, UINT64_MAX));
-    if (std::exchange(link_.joined, false)) {
-        rows_lost_ |= log_.size() != 0 || lost != UINT64_MAX;
-        rows_applied_ = std::min(rows_applied_, lost);
-    }
+    link_.joined = false;
+    unasked_ = unanswered_ = UINT64_MAX;
     log_.pause();
 }
 
@@ -137,20 +132,19 @@ Status MemberProtocol::send_beat(bool all_told) {
 // key is always the latest one.
 Status MemberProtocol::tell_inventory() {
     rows_.clear();
-    Version applied = hooks_.applied();
     if (!hooks_.inventory(link_.cursor, rows_)) return store_is_silent();
     bool last = link_.cursor == 0;
     // A piece of the store without rows needs no frame, except the first and the last, which carry the
     // flags.
     if (rows_.empty() && !last && link_.begun) return success();
-    Status sent = send_rows(rows_, applied, link_.begun ? 0 : kDeltaBegin, last ? kDeltaEnd : 0);
+    Status sent =
+        send_rows(rows_, link_.inventory_applied, link_.begun ? 0 : kDeltaBegin, last ? kDeltaEnd : 0);
     link_.begun = true;
     if (!sent || !last) return sent;
     link_.inventory = false;
     counters_.inventories_total.fetch_add(1);
     ask_now();  // the answer says what to drop
     told_ = true;
-    rows_lost_ = false;
     return success();
 }
 
@@ -161,6 +155,7 @@ Status MemberProtocol::tell_changes() {
     // the rows of the former one count until its end.
     if (!log_.take(rows_)) {
         log_.begin_inventory();
+        link_.inventory_applied = rows_applied_;  // the lost rows are among its own
         link_.inventory = true;
         link_.begun = false;
         link_.cursor = 0;
@@ -229,6 +224,7 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
     epoch_ = epoch;
     ++answers_;
     uint64_t done = drops_done_;
+    const Version upto = drops.upto;
     if (Status status = carry_out(std::move(drops)); !status) return status;
     if (settles) counters_.settled_total.fetch_add(1);
     if (drops_done_ != done) ask_now();  // the master waits to hear it, and may have more
@@ -237,6 +233,8 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
         // does not have is therefore in the log.
         log_.begin_inventory();
         rows_applied_ = hooks_.applied();
+        // An empty node was told of no removal: the master compares what was put since.
+        if (!link_.is_empty) link_.inventory_applied = rows_applied_;
         link_.joined = link_.inventory = true;
         Version first = link_.versions ? body.number<Version>() : kNoVersion;
         read_pace(body);
@@ -245,7 +243,17 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
         }
         ask_now();
     }
-    return success();
+    return upto != kNoVersion ? confirm(upto) : success();
+}
+
+// The master has compared the rows that it had when it wrote the answer. Rows that it may not have had are
+// right up to where the node was when it put their objects. upto first: the store goes on meanwhile.
+Status MemberProtocol::confirm(Version upto) {
+    upto = std::min({upto, unasked_, unanswered_});
+    if (link_.inventory) upto = std::min(upto, link_.inventory_applied);
+    if (!log_.is_taken()) upto = std::min(upto, rows_applied_);
+    if (upto <= hooks_.confirmed()) return success();
+    return hooks_.confirm(upto) ? success() : Status(store_is_silent());
 }
 
 void MemberProtocol::ask_now() {

@@ -10,9 +10,11 @@
 // The log keeps rows from the JOIN on, so that the inventory, which is read piece by piece behind it, is
 // complete with them.
 //
-// applied() is the last removal up to which this node is right: all that concerned it are carried out. It
-// goes to the master with JOIN and BEAT, which sends what came later; and each DELTA says up to which removal
-// its rows are checked, so that the master finds a copy that was pushed before its node heard of the removal.
+// applied() is the last removal up to which this node is right: all of which the master knew that they
+// concern it are carried out. It goes to the master with BEAT; and each DELTA says up to which removal its
+// rows are checked, so that the master finds a copy that was pushed before its node heard of the removal.
+// confirmed() is the last one up to which all copies of this node are right, also those of which no answer
+// tells that the master had heard. With it the node joins: the master sends what came later.
 //
 // drops_done_ is the number of drops carried out for this seat; the master repeats all that come after it
 // in every answer. It survives a connection, and begins anew with a seat (JOIN that is not resumed). So a
@@ -45,8 +47,11 @@ struct MemberHooks {
     // Copies that are void: removed or replaced elsewhere. With it the node is right up to drops.upto, unless
     // that is kNoVersion.
     std::function<bool(const Drops& drops)> drop;
-    // Up to which removal the node is right, and whether it holds nothing; any thread.
+    // Up to which removal the node is right, but for copies of which the master may not have heard; up to
+    // which it is with those, too; and whether it holds nothing. Any thread.
     std::function<Version()> applied;
+    std::function<Version()> confirmed;
+    std::function<bool(Version)> confirm;
     std::function<bool()> is_empty;
     // What it knows of removals before that version, for a master that may not know them, from a cursor on
     // (0: the beginning), in the order of their versions. -> up to which it does not know all that it was
@@ -119,7 +124,9 @@ class MemberProtocol {
         bool inventory = false;     // is being told
         bool begun = false;         // and its first frame is sent
         bool versions = false;      // the master knows them
+        bool is_empty = false;      // as the JOIN said
         uint64_t cursor = 0;
+        Version inventory_applied = kNoVersion;  // its rows are checked up to there
     };
 
     uint64_t timeout_ms() const { return static_cast<uint64_t>(options_.timeout_ms); }
@@ -135,6 +142,7 @@ class MemberProtocol {
     Status send_beat(bool all_told);
     Status send_removals(Version before);
     Status carry_out(Drops drops);
+    Status confirm(Version upto);
 
     MemberProtocolOptions options_;
     MemberHooks hooks_;
@@ -149,7 +157,6 @@ class MemberProtocol {
     bool told_ = false;
     uint64_t drops_done_ = 0;
     Version rows_applied_ = kNoVersion;  // when rows were last taken from the log
-    bool rows_lost_ = false;             // that the master may not have had when the connection broke
     // Up to where the node was right with the rows of which no answer tells that the master has them: those
     // sent since the last beat that asks for one, and those before it.
     Version unasked_ = UINT64_MAX, unanswered_ = UINT64_MAX;

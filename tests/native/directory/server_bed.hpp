@@ -84,6 +84,7 @@ class FakeNode {
     void set_applied(Version applied) {
         std::lock_guard lock(mutex_);
         applied_ = std::max(applied_, applied);
+        confirmed_ = applied_;
     }
     MemberAgent& agent() { return agent_; }
     DeltaLog& log() { return log_; }
@@ -133,6 +134,15 @@ class FakeNode {
             },
             [this] {
                 std::lock_guard lock(mutex_);
+                return confirmed_;
+            },
+            [this](Version version) {
+                std::lock_guard lock(mutex_);
+                confirmed_ = std::max(confirmed_, version);
+                return true;
+            },
+            [this] {
+                std::lock_guard lock(mutex_);
                 return keys_.empty();
             },
             [](Version, Version&, std::vector<Drop>&) { return kNoVersion; }};
@@ -140,7 +150,7 @@ class FakeNode {
 
     std::mutex mutex_;
     std::set<uint64_t> keys_;
-    Version applied_ = kNoVersion;
+    Version applied_ = kNoVersion, confirmed_ = kNoVersion;
     const Range range_;
     DeltaLog log_;
     MemberAgent agent_;

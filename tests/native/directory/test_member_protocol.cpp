@@ -1,6 +1,8 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,8 +21,17 @@ struct Bed {
                                    cursor = 0;
                                    return true;
                                },
-                               [](NodeLoad&) { return true; }, [](const Drops&) { return true; },
-                               [this] { return applied; }, [this] { return is_empty; },
+                               [](NodeLoad&) { return true; },
+                               [this](const Drops& drops) {
+                                   applied = std::max(applied, drops.upto);
+                                   return true;
+                               },
+                               [this] { return applied; }, [this] { return confirmed; },
+                               [this](Version version) {
+                                   confirmed = std::max(confirmed, version);
+                                   return true;
+                               },
+                               [this] { return is_empty; },
                                [](Version, Version&, std::vector<Drop>&) { return kNoVersion; }},
                    log, counters, [this] { return now; }) {
         connect();
@@ -49,8 +60,8 @@ struct Bed {
         REQUIRE(protocol.step());
     }
 
-    // pace: what stands behind the answer.
-    void answer(Kind kind, const std::vector<uint32_t>& pace) {
+    // pace: what stands behind the answer. request: that it answers; 0: none.
+    void answer(Kind kind, const std::vector<uint32_t>& pace, std::optional<uint64_t> request = {}) {
         std::vector<std::byte> body;
         Writer w(body);
         if (kind == Kind::kJoin) {
@@ -67,8 +78,37 @@ struct Bed {
         for (uint32_t ms : pace) w.number(ms);
         FrameHeader header;
         header.kind = kind;
-        header.request_id = sent.empty() ? 1 : sent.back().request_id;
+        header.request_id = request.value_or(sent.empty() ? 1 : sent.back().request_id);
         REQUIRE(protocol.on_frame(header, Reader(body)));
+    }
+    // Up to where the first frame of the inventory that is due says that its rows are checked.
+    Version inventory_with() {
+        for (uint64_t end = now + 100; now < end; ++now) {
+            sent.clear();
+            REQUIRE(protocol.step());
+            auto delta = std::ranges::find(sent, Kind::kDelta, &FrameHeader::kind);
+            if (delta == sent.end()) continue;
+            REQUIRE(sent.back().kind == Kind::kDelta);
+            Reader body{std::span<const std::byte>(last).subspan(sizeof(FrameHeader))};
+            REQUIRE((body.number<uint32_t>() & kDeltaBegin) != 0);
+            body.number<uint32_t>();
+            return body.number<Version>();
+        }
+        FAIL("no inventory");
+        return kNoVersion;
+    }
+    // Answers what it asks; nothing is put meanwhile.
+    void beats(uint64_t ms) {
+        for (uint64_t end = now + ms; now < end; ++now) {
+            sent.clear();
+            REQUIRE(protocol.step());
+            const std::vector<FrameHeader> frames = sent;
+            for (const FrameHeader& frame : frames) {
+                if (frame.kind != Kind::kBeat) continue;
+                sent = {frame};
+                answer(Kind::kBeat, {20, 200, 1});
+            }
+        }
     }
     // Answers what it asks; how many frames of that kind it sends within that time.
     size_t frames(Kind kind, uint64_t ms, const std::vector<uint32_t>& pace) {
@@ -95,7 +135,7 @@ struct Bed {
     uint64_t now = 1000000;
     size_t asked = 0;           // beats that are to be answered
     Version upto = kNoVersion;  // as answers have it
-    Version applied = kNoVersion;
+    Version applied = kNoVersion, confirmed = kNoVersion;
     bool is_empty = true;
     std::vector<std::byte> last;  // of the frames that it has sent
     std::vector<FrameHeader> sent;
@@ -156,27 +196,58 @@ TEST_CASE(
 TEST_CASE("member protocol: a node is right up to where it was with rows that no answer has confirmed") {
     Bed bed;
     bed.is_empty = false;
-    bed.applied = bed.upto = 5;
-    bed.answer(Kind::kJoin, {20, 200, 1});
-    bed.put(30);  // the inventory
-    bed.put(30);  // and the change
-    REQUIRE(bed.log.size() == 0);
-    bed.applied = 9;  // of which the master did not think that the node has that key
+    bed.upto = 5;
+    bed.join({20, 200, 1});
+    bed.put(30);
+    bed.beats(500);
+    CHECK(bed.confirmed == 5);
+    SUBCASE("a row that waits to be sent") { bed.log.push(Hash128{1, 1}, Tier::kDram, true); }
+    SUBCASE("a row that is sent") { bed.put(30); }
+    SUBCASE("rows that are lost, until the inventory has them") {
+        for (uint64_t i = 0; i < 1001; ++i) bed.log.push(Hash128{i, i}, Tier::kDram, true);
+        bed.put(30);
+    }
+    bed.upto = 9;
+    bed.answer(Kind::kBeat, {}, 0);  // of which the master did not think that the node has that key
+    CHECK(bed.applied == 9);
+    CHECK(bed.confirmed == 5);
     CHECK(bed.joined_with() == 5);
     bed.answer(Kind::kJoin, {20, 200, 1});
-    bed.log.push(Hash128{1, 1}, Tier::kDram, true);
-    for (uint64_t end = bed.now + 500; bed.now < end; ++bed.now) {  // until a beat behind the row is answered
-        bed.sent.clear();
-        REQUIRE(bed.protocol.step());
-        const std::vector<FrameHeader> frames = bed.sent;
-        for (const FrameHeader& frame : frames) {
-            if (frame.kind != Kind::kBeat) continue;
-            bed.sent = {frame};
-            bed.answer(Kind::kBeat, {20, 200, 1});
-        }
-    }
-    bed.applied = 12;
+    CHECK(bed.confirmed == 9);
+    bed.upto = 12;
+    bed.log.push(Hash128{2, 2}, Tier::kDram, true);
+    bed.beats(500);
+    CHECK(bed.confirmed == 12);
     CHECK(bed.joined_with() == 12);
+}
+
+TEST_CASE("member protocol: rows are checked up to where the node was when it put their objects") {
+    Bed bed;
+    bed.upto = 5;
+    bed.join({20, 200, 1});
+    bed.beats(500);
+    SUBCASE("rows that are lost are told by an inventory") {
+        bed.put(30);
+        for (uint64_t i = 0; i < 1001; ++i) bed.log.push(Hash128{i, i}, Tier::kDram, true);
+        bed.upto = 9;
+        bed.answer(Kind::kBeat, {}, 0);
+        CHECK(bed.applied == 9);
+        CHECK(bed.inventory_with() == 5);
+    }
+    SUBCASE("what an empty node puts while it joins") {
+        CHECK(bed.joined_with() == UINT64_MAX);
+        bed.upto = 9;
+        bed.answer(Kind::kJoin, {20, 200, 1});
+        CHECK(bed.inventory_with() == 5);
+        CHECK(bed.confirmed == 5);
+    }
+    SUBCASE("what a node held when it joined is right with the answer") {
+        bed.is_empty = false;
+        CHECK(bed.joined_with() == 5);
+        bed.upto = 9;
+        bed.answer(Kind::kJoin, {20, 200, 1});
+        CHECK(bed.inventory_with() == 9);
+    }
 }
 
 TEST_CASE("member protocol: beats before which all was told are counted, also while changes come") {

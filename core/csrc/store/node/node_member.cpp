@@ -80,6 +80,8 @@ MemberHooks NodeMember::hooks(const Range& range) {
             [this](NodeLoad& l) { return load(l); },
             [this, range](const Drops& drops) { return drop(drops, range); },
             [this, range] { return removals_.applied(range.index); },
+            [this, range] { return removals_.confirmed(range.index); },
+            [this, range](Version version) { return confirm(version, range); },
             [this] { return is_empty(); },
             [this, range](Version before, Version& cursor, std::vector<Drop>& rows) {
                 return this->removals(before, cursor, rows, range);
@@ -306,6 +308,10 @@ bool NodeMember::drop(const Drops& drops, const Range& range) {
         }
         removals_.set_applied(range.index, drops.upto);
     });
+}
+
+bool NodeMember::confirm(Version version, const Range& range) {
+    return run_on_loop_([this, version, range] { removals_.confirm(range.index, version); });
 }
 
 // Objects move between memory and disks while this goes on, a piece at a time. The disks come first, so that

@@ -87,6 +87,7 @@ class NodeMember {
     std::vector<std::string> learned() const;
     // What the master of a range asks for; on any thread but the loop's. False when it was not done in time.
     bool drop(const Drops& drops, const Range& range = {});
+    bool confirm(Version version, const Range& range);
 
    private:
     MemberHooks hooks(const Range& range);

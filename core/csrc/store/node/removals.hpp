@@ -32,14 +32,30 @@ class Removals {
 
     uint32_t ranges() const { return ranges_; }
 
-    // Told of every change of applied().
-    void set_on_applied(std::function<void(uint32_t range, Version)> f) { on_applied_ = std::move(f); }
+    // Told of every change of applied(), and of confirmed().
+    using Told = std::function<void(uint32_t range, Version)>;
+    void set_on_applied(Told f) { on_applied_ = std::move(f); }
+    void set_on_confirmed(Told f) { on_confirmed_ = std::move(f); }
 
     Version applied(uint32_t range) const { return applied_[range].load(std::memory_order_relaxed); }
     void set_applied(uint32_t range, Version version) {
         if (version <= applied(range)) return;
         applied_[range].store(version, std::memory_order_relaxed);
         if (on_applied_) on_applied_(range, version);
+    }
+    // Up to where all copies of the node are right, also those of which its master had not heard when it
+    // said applied(). Not above that. With it the node, or another process with its memory or its disk, comes
+    // back.
+    Version confirmed(uint32_t range) const { return confirmed_[range].load(std::memory_order_relaxed); }
+    void confirm(uint32_t range, Version version) {
+        if (version <= confirmed(range)) return;
+        confirmed_[range].store(version, std::memory_order_relaxed);
+        if (on_confirmed_) on_confirmed_(range, version);
+    }
+    // Of what another process held.
+    void begin_at(uint32_t range, Version version) {
+        set_applied(range, version);
+        confirm(range, version);
     }
 
     // The key is removed, or replaced, at that place; kNoVersion, UINT64_MAX: none is known.
@@ -80,7 +96,7 @@ class Removals {
         std::vector<HandedRange> ranges(ranges_);
         for (uint32_t range = 0; range < ranges_; ++range) {
             HandedRange& to = ranges[range];
-            to.applied = applied(range);
+            to.applied = confirmed(range);
             to.complete_since = logs_[range].complete_since();
             logs_[range].each_after(kNoVersion, [&](const Hash128& hash, const Removal& removal) {
                 to.removals.push_back({hash, removal.version});
@@ -95,7 +111,7 @@ class Removals {
             logs_[range].lose(ranges[range].complete_since);
             for (const HandedRemoval& removal : ranges[range].removals)
                 logs_[range].add(removal.hash, removal.version);
-            set_applied(range, ranges[range].applied);
+            begin_at(range, ranges[range].applied);
         }
     }
 
@@ -108,8 +124,8 @@ class Removals {
    private:
     const uint32_t ranges_;
     std::vector<RemovalLog> logs_;  // of each range
-    std::array<std::atomic<Version>, kRangesMax> applied_{};
-    std::function<void(uint32_t, Version)> on_applied_;
+    std::array<std::atomic<Version>, kRangesMax> applied_{}, confirmed_{};
+    Told on_applied_, on_confirmed_;
 };
 
 }  // namespace moonpool

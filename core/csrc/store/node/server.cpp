@@ -317,11 +317,13 @@ Status Server::prepare() {
         }
         removals_.set_on_applied([this](uint32_t range, Version version) {
             for (auto& [tenant, pool] : pools_) pool->table().publish_applied(range, version);
+        });
+        removals_.set_on_confirmed([this](uint32_t range, Version version) {
             if (ssd_ != nullptr) ssd_->set_applied(range, version);
         });
         // Of a predecessor's memory and of its directories the same is known.
         for (uint32_t range = 0; ssd_ != nullptr && range < removals_.ranges(); ++range)
-            removals_.set_applied(range, ssd_->applied(range));
+            removals_.begin_at(range, ssd_->applied(range));
         if (!adopts_) make_member();
     }
     if (may_relay()) {
