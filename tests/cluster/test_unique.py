@@ -48,6 +48,24 @@ def test_a_key_that_another_host_has_exists_and_one_that_was_removed_does_not(cl
     until(lambda: on_a.get(names) == [[SIZE, checksum(name, 3, SIZE)] for name in names])
 
 
+def test_a_key_that_another_host_has_just_removed_is_stored_and_stays(cluster: Cluster) -> None:
+    """Neither the node nor the client had heard of the removal: the copy counted as one from before it."""
+    nodes = cluster.start("a", "b", "c")
+    on_a, on_b, on_c = (cluster.puppet(node.host) for node in nodes)
+    names = [f"k{i}" for i in range(40)]
+    expected = [[SIZE, checksum(name, 2, SIZE)] for name in names]
+    for name, other in zip(names, (on_a, on_c) * 20, strict=True):
+        on_b.put([name], SIZE, 1)
+        cluster.found([name])
+        assert on_b.remove([name]) == [True]
+        assert other.put([name], SIZE, 2, unique=True)[0][0] == "stored"
+    until(lambda: on_b.get(names) == expected)
+    beats = [node.metric("master_beats_total") for node in nodes]
+    for node, before in zip(nodes, beats, strict=True):
+        until(lambda node=node, before=before: node.metric("master_beats_total") > before + 3)
+    assert on_b.get(names) == expected
+
+
 def test_without_the_master_nothing_is_stored(cluster: Cluster) -> None:
     (a,) = cluster.start("a")
     on_a = cluster.puppet(a.host)

@@ -77,6 +77,8 @@ void SimClient::run(Operation operation, std::function<void(const Operation&)> d
         case Operation::kPut:
         case Operation::kReplace:
             return put(call);
+        case Operation::kUnique:
+            return put_unique(call, 1);
         case Operation::kExists:  // of a striped object alone
             return finish(call, Operation::kNothing);
     }

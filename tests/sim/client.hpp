@@ -90,6 +90,8 @@ class SimClient final : public Process {
         size_t attempts = 0;
         Operation::Outcome outcome = Operation::kUnknown;
         bool older = false, unanswered = false, own_unanswered = false;
+        size_t unique = 0;  // which attempt to put what no node has; 0: it does not ask
+        bool held = false;  // as far as the master has heard
         std::vector<RemovedManifest> seen_here{};  // at the own node, after the replacement had its place
     };
 
@@ -127,7 +129,9 @@ class SimClient final : public Process {
     void members(std::function<void(const Result<std::shared_ptr<const Members>>&)> then);
     void locate(const std::vector<Hash128>& keys, const LocateOptions& options,
                 std::function<void(const Result<LocateAnswer>&)> then);
-    void order(const RemovalSteps& steps, std::function<void(const Result<OrderAnswer>&)> then);
+    // fresh: a list that does not have the own node is asked for anew, once.
+    void order(const RemovalSteps& steps, std::function<void(const Result<OrderAnswer>&)> then,
+               bool fresh = true);
     void ordered(OrderDone done, std::function<void(const Result<std::vector<Version>>&)> then);
     void ask_place(const PlaceOptions& where, std::function<void(const Result<std::vector<NodeId>>&)> then);
     uint32_t range_of_hash(const Hash128& hash) const;
@@ -144,7 +148,8 @@ class SimClient final : public Process {
     void get_elsewhere(const CallRef& call, bool own_answered);
     void search(const std::shared_ptr<Search>& search);
     void remove(const CallRef& call);
-    RemovalRef begin_removal(const CallRef& call, bool own_too, std::function<void()> then);
+    RemovalRef begin_removal(const CallRef& call, bool own_too, std::function<void()> then,
+                             bool unique = false);
     void end_removal(const RemovalRef& removal, std::function<void()> then);
     void tell_witnesses(const RemovalRef& removal, std::function<void()> then);
     void go_on(const RemovalRef& removal);
@@ -156,6 +161,10 @@ class SimClient final : public Process {
     Version known(const Hash128& hash) const;
     void hear(uint32_t range, Version newest);
     void put(const CallRef& call);
+    // client_unique.cpp
+    void put_unique(const CallRef& call, size_t attempt);
+    void leave_taken(const std::shared_ptr<Put>& put);
+    void end_unique(const std::shared_ptr<Put>& put);
     static std::vector<size_t> note(Put& put, const Result<PutOutcome>& outcome);
     void go_on(const std::shared_ptr<Put>& put);
     void place(const std::shared_ptr<Put>& put);

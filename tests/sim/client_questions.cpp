@@ -140,16 +140,27 @@ Version SimClient::known(const Hash128& hash) const {
     return known;
 }
 
-void SimClient::order(const RemovalSteps& steps, std::function<void(const Result<OrderAnswer>&)> then) {
+void SimClient::order(const RemovalSteps& steps, std::function<void(const Result<OrderAnswer>&)> then,
+                      bool fresh) {
     const uint32_t range = range_of_hash(steps.keys().front());
     uint16_t width = order_width(members_[range]->current().get(), steps.placing());
-    auto build = [keys = steps.keys(), width](Writer& w) {
-        LocateHead head{.flags = kLocateSuspects | kLocateOrder, .width = width};
+    const bool unique = steps.unique();
+    if (unique && width == 0 && fresh) {  // else no other client would hear that the key is being put
+        return ask_members(range, [this, &steps, then](const Status& status) {
+            if (!status) return then(status.error());
+            order(steps, then, false);
+        });
+    }
+    if (unique && width == 0) return then(Error{Code::kUnavailable, "its node has not joined yet"});
+    auto build = [keys = steps.keys(), width, unique](Writer& w) {
+        const auto flags =
+            static_cast<uint8_t>(kLocateSuspects | kLocateOrder | (unique ? kLocateUnique : 0));
+        LocateHead head{.flags = flags, .width = width};
         head.n = static_cast<uint32_t>(keys.size());
         head.write(w);
         for (const Hash128& key : keys) write_hash(w, key);
     };
-    ask(lines_[range], Kind::kLocate, build, [this, range, then](const Result<Bytes>& frame) {
+    ask(lines_[range], Kind::kLocate, build, [this, range, unique, then](const Result<Bytes>& frame) {
         if (!frame) return then(frame.error());
         Reader r = body_of(*frame);
         auto answer = std::make_shared<OrderAnswer>();
@@ -160,6 +171,8 @@ void SimClient::order(const RemovalSteps& steps, std::function<void(const Result
         auto first = r.number<Version>();
         for (uint32_t i = 0; i < n; ++i) answer->versions.push_back(first + i);
         answer->filling = r.number<uint8_t>() != 0;
+        for (uint32_t i = 0; unique && r.left() != 0 && i < n; ++i)
+            answer->taken.push_back(static_cast<Taken>(r.number<uint8_t>()));
         if (!r.done()) return then(misfit());
         auto named = [this, range, then, answer](const Status& status) {
             if (!status) return then(status.error());
@@ -241,7 +254,7 @@ void SimClient::put_at(const At& node, const CallRef& call, Version replaces, Ve
         const std::string& bytes = call->bytes;
         NewKey key{.name = call->name, .parent = {}, .version = replaces != kNoVersion ? replaces : known};
         auto flags = static_cast<uint8_t>(kCommitVersions |
-                                          (call->operation.kind == Operation::kReplace ? kCommitReplace : 0));
+                                          (call->operation.kind != Operation::kPut ? kCommitReplace : 0));
         PutHead{{kSpace, flags, 1}, static_cast<uint32_t>(PutObject::bytes(key, flags))}.write(w);
         PutObject{bytes.size(), crc32c(0, bytes.data(), bytes.size()), key}.write(w, flags);
         w.bytes(bytes.data(), bytes.size());

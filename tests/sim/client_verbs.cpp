@@ -107,17 +107,17 @@ void SimClient::remove(const CallRef& call) {
 }
 
 // then: all nodes that have a copy are told.
-SimClient::RemovalRef SimClient::begin_removal(const CallRef& call, bool own_too,
-                                               std::function<void()> then) {
+SimClient::RemovalRef SimClient::begin_removal(const CallRef& call, bool own_too, std::function<void()> then,
+                                               bool unique) {
     auto removal = std::make_shared<Removal>();
     removal->call = call;
     removal->then = std::move(then);
     removals_.push_back(removal);
     // The own node's life is known once it has been spoken to.
-    later(0, [this, removal, own_too] {
-        connect(node_line(host()), [this, removal, own_too](const Status&) {
+    later(0, [this, removal, own_too, unique] {
+        connect(node_line(host()), [this, removal, own_too, unique](const Status&) {
             std::vector keys{hash_(removal->call->name)};
-            removal->steps.emplace(keys, place_.own, own_too, *locations_, *recent_);
+            removal->steps.emplace(keys, place_.own, own_too, *locations_, *recent_, unique);
             go_on(removal);
         });
     });
@@ -237,14 +237,19 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
         case PutSteps::Wants::kRemove:
             // As Client::put_some: what is here by now is older, what comes later need not be.
             if (is_striped(put->call->operation.key)) show_own_manifest(*put->call, put->call->shown);
-            put->removal = begin_removal(put->call, false, [this, put] {
-                const std::vector<Version>& versions = put->removal->steps->versions();
-                put->version = versions.empty() ? kNoVersion : versions[0];
-                if (is_striped(put->call->operation.key))
-                    show_own_manifest(*put->call, planted_.stripes_later ? put->call->shown : put->seen_here);
-                put->steps->removed();
-                go_on(put);
-            });
+            put->removal = begin_removal(
+                put->call, false,
+                [this, put] {
+                    if (put->unique != 0) return leave_taken(put);
+                    const std::vector<Version>& versions = put->removal->steps->versions();
+                    put->version = versions.empty() ? kNoVersion : versions[0];
+                    if (is_striped(put->call->operation.key))
+                        show_own_manifest(*put->call,
+                                          planted_.stripes_later ? put->call->shown : put->seen_here);
+                    put->steps->removed();
+                    go_on(put);
+                },
+                put->unique != 0);
             return;
         case PutSteps::Wants::kSpill:  // the own node's arena is never full
             put->steps->put(put->steps->left());
@@ -292,7 +297,12 @@ void SimClient::end_order(const std::shared_ptr<Put>& put) {
         Operation::Outcome outcome = put->outcome;
         if (outcome == Operation::kDone) outcome = outcome_of(*put->call, removal);
         Version later = removal.later()[0];
-        if (later != kNoVersion && outcome != Operation::kUnknown) return end_overtaken(put, later);
+        if (later != kNoVersion && outcome != Operation::kUnknown && is_free(removal.taken(0)))
+            return end_overtaken(put, later);
+        if (put->unique != 0) {
+            put->outcome = put->older ? Operation::kUnknown : outcome;
+            return end_unique(put);
+        }
         if (!put->older) return finish(put->call, outcome);
         // The master had taken it for given up.
         if (put->unanswered || ++put->attempts == kAttemptsMax) return finish(put->call, Operation::kUnknown);

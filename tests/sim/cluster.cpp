@@ -11,7 +11,16 @@ namespace moonpool::sim {
 namespace {
 
 bool is_write(Operation::Kind kind) {
-    return kind == Operation::kPut || kind == Operation::kReplace || kind == Operation::kRemove;
+    return kind == Operation::kPut || kind == Operation::kReplace || kind == Operation::kUnique ||
+           kind == Operation::kRemove;
+}
+
+// No copy ends but by a removal, and no node or master is away.
+bool nothing_is_lost(const Conditions& c) {
+    return c.restarts + c.stops + c.broken_links + c.cuts + c.master_restarts + c.client_restarts +
+                   c.standby_restarts + c.hand_overs + c.full + c.memory_objects ==
+               0 &&
+           !c.owner_dies && !c.owner_stops;
 }
 
 constexpr Micros kBackWithin = 15 * kSecond, kOperationWithin = 15 * kSecond;
@@ -80,7 +89,7 @@ class Cluster {
             if (!node->findings().empty()) report.finding = node->findings().front();
         }
         forget();
-        if (auto finding = check(history_, healed)) report.finding = finding;
+        if (auto finding = check(history_, healed, nothing_is_lost(conditions_))) report.finding = finding;
         report.history = std::move(history_);
         report.begin = begin;
         report.events = world_.events();
@@ -547,7 +556,7 @@ std::string to_text(Micros at, const Action& action) {
 Plan make_plan(uint64_t seed, const Conditions& c) {
     Random random(seed * 2 + 1);
     Plan plan;
-    uint32_t weights[] = {c.puts, c.replaces, c.gets, c.removes, c.pins};
+    uint32_t weights[] = {c.puts, c.replaces, c.gets, c.removes, c.pins, c.uniques};
     uint32_t all = 0;
     for (uint32_t weight : weights) all += weight;
     for (uint32_t i = 0; i < c.operations; ++i) {
@@ -559,7 +568,7 @@ Plan make_plan(uint64_t seed, const Conditions& c) {
         o.client = static_cast<uint32_t>(random.below(c.hosts));
         o.key = static_cast<uint32_t>(random.below(c.keys));
         if (o.kind == Operation::kPut) o.key &= ~1u;
-        if (o.kind == Operation::kReplace) o.key |= 1u;
+        if (o.kind == Operation::kReplace || o.kind == Operation::kUnique) o.key |= 1u;
         o.value = o.kind == Operation::kGet ? 0 : i + 1;
         if (is_write(o.kind) && c.one_writer) o.client = o.key % c.hosts;
         plan.push_back({.at = random.below(c.lasts), .operation = o});

@@ -53,8 +53,9 @@ struct Conditions {
     uint32_t keys = 8;
     uint32_t operations = 300;
     Micros lasts = 10 * kSecond;
-    // Of all operations, in proportion. A key is either replaced or put without replace.
-    uint32_t puts = 3, replaces = 3, gets = 6, removes = 2, pins = 1;
+    // Of all operations, in proportion. A key is either replaced (and put where no node has it: uniques), or
+    // put without replace.
+    uint32_t puts = 3, replaces = 3, gets = 6, removes = 2, pins = 1, uniques = 0;
     bool one_writer = false;  // puts, replacements and removals of a key come from one client
     Micros apart = 0;         // and each begins so long after the one before, at least
     // So many of each in a history.

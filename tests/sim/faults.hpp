@@ -20,8 +20,9 @@ struct Planted {
     bool applied_early = false;
     // A disk has the log's tail, and its removals, before the copies and objects that they vouch for.
     bool tail_early = false;
-    bool write_survives = false;  // a removal leaves what is being written to the disk
-    bool term_ignored = false;    // a former owner goes on when another one has taken over
+    bool write_survives = false;          // a removal leaves what is being written to the disk
+    bool unique_believes_itself = false;  // a client puts what the master says another node has
+    bool term_ignored = false;            // a former owner goes on when another one has taken over
     // Of several ranges: some clients ask the next range's master, which takes each key;
     bool two_ranges = false;
     bool versions_mixed = false;  // and a put comes after the removals of all ranges

@@ -44,7 +44,7 @@ bool is_counted_read(const Operation& o, Micros healed) {
 // acknowledged. A put that waited for a node that stood still: until that has joined again. And what a node
 // told of while a removal waited: until the beat after its end.
 Micros late_until(const Operation& put, const Operation& removal) {
-    const bool put_waited = put.kind == Operation::kPut && put.end - put.begin > kWaited;
+    const bool put_waited = put.kind != Operation::kReplace && put.end - put.begin > kWaited;
     const bool removal_waited = removal.end - removal.begin > kBeat;
     return std::max(put_waited ? put.end + kRejoin : 0, removal_waited ? removal.end + kBeat : 0);
 }
@@ -89,7 +89,7 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
             const bool removed = next.removal();
             // The master's order, where it gave both their places.
             const bool in_order =
-                old.write->kind == Operation::kReplace && old.write->version != 0 && next.write->version != 0;
+                old.write->kind != Operation::kPut && old.write->version != 0 && next.write->version != 0;
             if (in_order ? old.write->version > next.write->version
                          : old.first_end >= (removed ? next.last_begin : next.settled_begin))
                 continue;
@@ -117,14 +117,57 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
     return std::nullopt;
 }
 
+bool overlap(const Operation& a, Micros begin, Micros end) { return a.begin < end && begin < a.end; }
+
+// Of two unique puts that were stored the key was removed between them; and one of a key that was removed,
+// and that no other operation puts, is stored.
+std::optional<Finding> check_unique(uint32_t key, const std::vector<const Operation*>& operations) {
+    auto any = [&](Micros begin, Micros end, auto is) {
+        return std::ranges::any_of(operations,
+                                   [&](const Operation* o) { return is(*o) && overlap(*o, begin, end); });
+    };
+    auto removes = [](const Operation& o) { return o.kind == Operation::kRemove; };
+    // A replacement removes first.
+    auto ends = [&](const Operation& o) { return removes(o) || o.kind == Operation::kReplace; };
+    auto puts = [](const Operation& o) {
+        return o.kind == Operation::kUnique || o.kind == Operation::kReplace || o.kind == Operation::kPut;
+    };
+    for (const Operation* late : operations) {
+        if (late->kind != Operation::kUnique) continue;
+        for (const Operation* early : operations) {
+            if (early == late || early->begin > late->begin || early->outcome != Operation::kDone) continue;
+            const bool before = early->kind == Operation::kUnique || early->end < late->begin;
+            if (late->outcome == Operation::kDone && puts(*early) && before &&
+                !any(early->begin, std::max(early->end, late->end),
+                     [&](const Operation& o) { return &o != early && ends(o); })) {
+                return Finding{Finding::kOldValue,
+                               "k" + std::to_string(key) + ": value " + std::to_string(late->value) +
+                                   " was put though value " + std::to_string(early->value) + " was there",
+                               key};
+            }
+            auto other = [&](const Operation& o) { return &o != late && puts(o); };
+            if (late->outcome == Operation::kNothing && removes(*early) && early->end < late->begin &&
+                !any(early->begin, late->end, other)) {
+                return Finding{Finding::kOldValue,
+                               "k" + std::to_string(key) + ": value " + std::to_string(late->value) +
+                                   " was not put though the key had been removed",
+                               key};
+            }
+        }
+    }
+    return std::nullopt;
+}
+
 }  // namespace
 
 std::string to_text(const Operation& o) {
-    static const char* const kKinds[] = {"put", "replace", "get", "remove", "pin", "exists"};
+    static const char* const kKinds[] = {"put", "replace", "get", "remove", "pin", "unique", "exists"};
     static const char* const kOutcomes[] = {"open", "done", "nothing", "unknown", "partly"};
     std::string text = seconds(o.begin) + " to " + seconds(o.end) + "  client-" + std::to_string(o.client) +
                        " " + kKinds[o.kind] + " k" + std::to_string(o.key);
-    if (o.kind == Operation::kPut || o.kind == Operation::kReplace) text += " = " + std::to_string(o.value);
+    const bool puts =
+        o.kind == Operation::kPut || o.kind == Operation::kReplace || o.kind == Operation::kUnique;
+    if (puts) text += " = " + std::to_string(o.value);
     text += std::string(" -> ") + kOutcomes[o.outcome];
     if (o.kind == Operation::kGet && o.outcome == Operation::kDone) {
         text += o.value == 0 ? " a miss" : " " + std::to_string(o.value);
@@ -132,11 +175,13 @@ std::string to_text(const Operation& o) {
     return text;
 }
 
-std::optional<Finding> check(const std::vector<Operation>& history, Micros healed) {
+std::optional<Finding> check(const std::vector<Operation>& history, Micros healed, bool nothing_is_lost) {
     std::map<uint32_t, std::vector<const Operation*>> keys;
     for (const Operation& o : history) keys[o.key].push_back(&o);
     for (auto& [key, operations] : keys) {
         if (auto finding = check_key(key, operations, healed)) return finding;
+        if (!nothing_is_lost) continue;
+        if (auto finding = check_unique(key, operations)) return finding;
     }
     return std::nullopt;
 }

@@ -27,7 +27,8 @@ inline constexpr Micros kRejoin = 500 * kMs;
 
 struct Operation {
     // kExists: whether a striped object is there as a whole; value: 1 it is, 0 it is not.
-    enum Kind : uint8_t { kPut, kReplace, kGet, kRemove, kPin, kExists };
+    // kUnique: a put that the pool refuses where a node has the key.
+    enum Kind : uint8_t { kPut, kReplace, kGet, kRemove, kPin, kUnique, kExists };
     // Of a write: kDone means acknowledged, kNothing that nothing was changed (the key had bytes before),
     // kUnknown that it may have been carried out or not, kPartly that it was, and that nodes which were away
     // may have what it removes until they are back. Of a read: a value, a miss, or no answer.
@@ -57,7 +58,9 @@ struct Finding {
     bool for_ever = false;  // it was read still when everything had been healed for a while
 };
 
-// healed: reads that begin later are of a cluster in which everything is well again.
-std::optional<Finding> check(const std::vector<Operation>& history, Micros healed);
+// healed: reads that begin later are of a cluster in which everything is well again. nothing_is_lost: no copy
+// ends but by a removal, so of unique puts one alone stores its value, and one of an absent key does.
+std::optional<Finding> check(const std::vector<Operation>& history, Micros healed,
+                             bool nothing_is_lost = false);
 
 }  // namespace moonpool::sim

@@ -173,6 +173,8 @@ void SimClient::run_striped(const CallRef& call) {
             case Operation::kPut:
             case Operation::kReplace:
                 return striped->put();
+            case Operation::kUnique:  // of objects without stripes alone
+                return finish(striped->call, Operation::kNothing);
         }
     });
 }

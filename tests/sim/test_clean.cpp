@@ -24,6 +24,15 @@ Conditions puts_and_removals() {
     return c;
 }
 
+// Of two keys, at any moment.
+Conditions unique_puts() {
+    Conditions c;
+    c.puts = c.pins = 0;
+    c.keys = 2;
+    c.uniques = 4;
+    return c;
+}
+
 Conditions restarts_beside_hand_overs() {
     Conditions c = clean_conditions();
     c.stripes = 100;
@@ -271,6 +280,61 @@ TEST_CASE("sim: a standby of an owner that is new may know less than the nodes")
     c.restarts = 2;
     c.master_restarts = 1;
     expect_none_from(164, c);
+}
+
+TEST_CASE("sim: of clients that put a key where no node has it one stores it, until it is removed") {
+    Conditions c = unique_puts();
+    expect_none("sim, unique puts", 25, c);
+    c.replaces = 0;
+    expect_none("sim, unique puts and removals", 25, c);
+    c.ranges = 3;
+    expect_none("sim, unique puts of three ranges", 25, c);
+}
+
+TEST_CASE("sim: unique puts and faults lead to no finding") {
+    Conditions c = unique_puts();
+    c.keys = 8;
+    c.apart = 300 * kMs;
+    c.stops = c.cuts = c.broken_links = 2;
+    expect_none("sim, unique puts with faults", 25, c);
+    c.cuts = c.broken_links = 0;
+    c.restarts = 3;
+    c.disks = true;
+    expect_none("sim, unique puts and restarts", 25, c);
+}
+
+// 197 and 1204: the master listed what had been put later than its client had said so, or not, as a client
+// asked in vain. 10: a removed key was listed still, and the third attempt replaced what another client had
+// put. 5400323: a row that came before the end of its put was void, and the key free.
+TEST_CASE("sim: a unique put finds a key whose row is on its way, and waits for one that was removed") {
+    Conditions c = unique_puts();
+    c.puts = 3;
+    c.pins = 1;
+    c.keys = 8;
+    for (uint64_t seed : {10, 21}) expect_none_from(seed, c);
+    c.replaces = 0;
+    for (uint64_t seed : {6, 197, 1204}) expect_none_from(seed, c);
+    expect_none_from(5400323, unique_puts());
+}
+
+// 2 and 981: a put of a new key had no place in the order, so one that was replaced within it began anew.
+// 22, 97: a node that stood still put what it was told before, and was spared as one that put by itself.
+// 5300834: a node told once more of what it had put, after it had confirmed a drop of what was older.
+TEST_CASE("sim: a unique put has a place in the order, and what is late is older") {
+    Conditions c = clean_conditions();
+    c.uniques = 4;
+    c.stops = c.cuts = c.broken_links = 2;
+    for (uint64_t seed : {22, 97, 5500065}) expect_none_from(seed, c);
+    c.replaces = c.cuts = c.broken_links = 0;
+    c.restarts = 3;
+    c.disks = true;
+    for (uint64_t seed : {5300002, 5300834}) expect_none_from(seed, c);
+    c = unique_puts();
+    c.ranges = 3;
+    c.puts = 3;
+    c.pins = 1;
+    c.keys = 8;
+    expect_none_from(981, c);
 }
 
 TEST_CASE("sim: eight hosts replace one key a hundred times, and all read the same value") {

@@ -100,3 +100,15 @@ TEST_CASE("sim history: puts without replace need no order, removals of them do"
     CHECK_FALSE(check({one, removal, op(Operation::kPut, 4, 45, 55), read(4, 60)}, 1000));
     CHECK(check({one, read(9, 20)}, 1000));  // never written
 }
+
+TEST_CASE("sim history: of unique puts one is stored, until the key is removed, where nothing is lost") {
+    Operation one = op(Operation::kUnique, 1, 0, 10), two = op(Operation::kUnique, 2, 20, 30);
+    Operation removal = op(Operation::kRemove, 3, 12, 18), refused = two;
+    CHECK_FALSE(check({one, two}, 1000));  // the first may be lost
+    CHECK(check({one, two}, 1000, true));
+    CHECK_FALSE(check({one, removal, two}, 1000, true));
+    CHECK(check({one, two, read(1, 40)}, 1000));  // as with a replacement
+    refused.outcome = Operation::kNothing;
+    CHECK_FALSE(check({one, refused}, 1000, true));
+    CHECK(check({one, removal, refused}, 1000, true));
+}

@@ -98,6 +98,15 @@ Conditions with_second_attempts() {
     return c;
 }
 
+// Two hosts put a key where no node has it, at any moment.
+Conditions with_unique_puts() {
+    Conditions c;
+    c.puts = c.replaces = c.pins = 0;
+    c.keys = 2;
+    c.uniques = 4;
+    return c;
+}
+
 // Keys of two masters, one of which restarts, and nodes that restart, or carry puts out late.
 Conditions with_two_ranges() {
     Conditions c = with_late_puts();
@@ -177,8 +186,8 @@ TEST_CASE("sim, planted: nothing is found without a mistake") {
     for (const Conditions& conditions :
          {with_drops(), with_replacements(), with_new_masters(), with_late_puts(), with_a_standby(),
           with_a_former_owner(), with_late_replacements(), with_masters_and_nodes_that_restart(),
-          with_second_attempts(), with_two_ranges(), with_disks(), with_slow_disks(), with_stripes(),
-          with_striped_replacements(), with_unsure_striped_replacements(),
+          with_second_attempts(), with_unique_puts(), with_two_ranges(), with_disks(), with_slow_disks(),
+          with_stripes(), with_striped_replacements(), with_unsure_striped_replacements(),
           with_striped_replacements_alone()}) {
         Search found = search(1, 2 * kSeeds, conditions);
         if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
@@ -241,6 +250,10 @@ TEST_CASE("sim, planted: each attempt of a put comes after the removals known by
 
 TEST_CASE("sim, planted: a key that two ranges take") {
     expect_found({.two_ranges = true}, with_two_ranges());
+}
+
+TEST_CASE("sim, planted: a client that puts what the master says another node has") {
+    expect_found({.unique_believes_itself = true}, with_unique_puts());
 }
 
 TEST_CASE("sim, planted: a put that comes after the removals of another range") {

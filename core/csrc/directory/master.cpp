@@ -160,11 +160,17 @@ void Master::left(uint64_t now_ms, NodeId id, LinkId link) {
     ++counters_.nodes_left_total;
 }
 
+// A node that was silent may have copies of which it has yet to tell.
+void Master::hear_again(Seat& seat) {
+    if (!membership_.alive(seat.id)) seat.all_told_at = UINT64_MAX;
+}
+
 bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Version applied,
                    std::string_view rows) {
+    Seat& seat = seats_.at(id);
+    hear_again(seat);
     membership_.heard(now_ms, id, link);
     pace_.delta();
-    Seat& seat = seats_.at(id);
     if ((flags & kDeltaBegin) != 0) {
         directory_.begin_inventory(id);
         ++counters_.inventories_total;
@@ -203,6 +209,7 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
             }
         }
         counters_.rows_added_total += directory_.add(row->hash, id, row->tier);
+        if (!placed_.empty()) note_told(id, row->hash);
     }
     if ((flags & kDeltaEnd) != 0) {
         directory_.end_inventory(id);
@@ -216,8 +223,9 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
 void Master::beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load, uint64_t drops_done,
                   std::optional<Version> applied) {
     ++counters_.beats_total;
-    membership_.beat(now_ms, id, link, load);
     Seat& seat = seats_.at(id);
+    hear_again(seat);
+    membership_.beat(now_ms, id, link, load);
     seat.drops.confirm(drops_done, [&](const Drop& drop) {
         Removal removal = log_.find(drop.hash);
         if (removal.version <= drop.version) know(seat, drop.hash, removal.place);
@@ -261,7 +269,7 @@ void Master::keep_last_ended(const Hash128& hash) {
 
 // What a node put since that was here, without a copy, when the removal was ordered.
 bool Master::spares(const Seat& seat, const Removal& removal) const {
-    return !standby_ && removal.of_absent && seat.all_told_at < removal.place;
+    return !standby_ && removal.of_absent && seat.all_told_at < removal.place && membership_.alive(seat.id);
 }
 
 // Whether the row may be of the replacement itself, of which ORDERED is on its way.
@@ -365,22 +373,45 @@ void Master::write_found(size_t limit, Writer& out) {
     }
 }
 
+// Its bytes are there, in place of what was.
+bool Master::is_placed(NodeId id, const Hash128& hash, Version version) const {
+    auto placed = placed_.find(hash);
+    return placed != placed_.end() && std::ranges::any_of(placed->second, [&](const Placed& p) {
+               return p.here && p.node == id && p.version >= version;
+           });
+}
+
+void Master::note_told(NodeId id, const Hash128& hash) {
+    auto placed = placed_.find(hash);
+    if (placed == placed_.end()) return;
+    for (Placed& p : placed->second) p.told |= p.node == id;
+}
+
+bool Master::has_row(NodeId id, const Hash128& hash) const {
+    bool has = false;
+    directory_.find(hash, [&](Holder holder) { has |= holder.node == id; });
+    return has;
+}
+
+// A client is told of bytes that a client has put as of a put that is under way until the row has come: it
+// would ask in vain which node has them.
 Taken Master::taken(uint64_t now_ms, const Hash128& hash) {
     if (auto placed = placed_.find(hash); placed != placed_.end()) {
         const Version removed = log_.find(hash).version;
         bool being_put = false;
         for (const Placed& p : placed->second) {
             if (p.version < removed || !seats_.contains(p.node) || !membership_.alive(p.node)) continue;
-            if (p.here) return Taken::kHeld;
-            being_put = true;
+            being_put |= !p.here || !p.told;
         }
         if (being_put) return Taken::kBeingPut;
     }
     find_holders(hash, false);
     if (!found_.empty()) return Taken::kHeld;
-    // The log is for what nodes may have that are away.
-    bool any_away = membership_.suspects() != 0 || !owing_.empty() || filling(now_ms);
-    return any_away ? Taken::kFree : Taken::kNew;
+    // The log is for what nodes may have that are away. A key that it knows already may be under way to a
+    // node that did not say so, or be there, and the node tells of it once more.
+    bool may_be = membership_.suspects() != 0 || !owing_.empty() || filling(now_ms) ||
+                  log_.find(hash).version != kNoVersion;
+    return may_be ? Taken::kFree : Taken::kNew;
 }
 
 Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, Writer& out,
@@ -402,9 +433,11 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
             continue;
         }
         keep_last_ended(hash);
-        add_removal(hash, first + i, first + i, taken != nullptr);
-        ++counters_.forgets_total;
         find_holders(hash, true);
+        // A node may have yet to carry out a put of a former place in the order.
+        const bool of_absent = taken != nullptr && log_.find(hash).version == kNoVersion;
+        add_removal(hash, first + i, first + i, of_absent);
+        ++counters_.forgets_total;
         // Replacements of a moment ago, of which their nodes have not told yet; or they are still to come
         // there.
         if (auto placed = placed_.find(hash); placed != placed_.end()) {
@@ -482,7 +515,8 @@ void Master::end_order(const Ordered& done, uint64_t now_ms) {
             NodeId node = done.nodes[k];
             if (node == kNoNode) continue;
             if (done.is_told(i, k)) know(seats_.at(node), hash, version);
-            if (done.is_placed(i, k)) placed_[hash].push_back(Placed{node, version, now_ms, true});
+            if (done.is_placed(i, k))
+                placed_[hash].push_back(Placed{node, version, now_ms, true, has_row(node, hash)});
         }
         if (auto placed = placed_.find(hash); placed != placed_.end()) {
             // What was to be put and was not, and what is replaced where the node knows that.
@@ -500,7 +534,7 @@ void Master::end_order(const Ordered& done, uint64_t now_ms) {
                    is_open(last) && (before == before_open_.end() || before->second.version < version)) {
             before_open_.insert_or_assign(hash, Removal{version, version});
         }
-        void_copies(hash);
+        if (log_.find(hash).version >= version) void_copies(hash);  // else it has removed nothing
     }
     auto open = open_.find(done.first);
     if (open != open_.end() && open->second.last + 1 == done.first + n) open_.erase(open);
@@ -522,6 +556,10 @@ void Master::void_copies(const Hash128& hash) {
     for (const Holder& holder : found_) {
         Seat& seat = seats_.at(holder.node);
         if (knows(seat, hash, removal.place) || spares(seat, removal)) continue;
+        if (is_placed(holder.node, hash, removal.version)) {  // the node keeps that one
+            drop(seat, hash, removal.version);
+            continue;
+        }
         // False: in another tier, just now.
         if (directory_.remove(hash, holder.node)) drop(seat, hash, removal.version);
     }

@@ -198,12 +198,17 @@ class Master {
         Version version;
         uint64_t at_ms;
         bool here = false;  // its bytes are
+        bool told = false;  // and the node has told of them
     };
 
     void clear_seat(NodeId id);
+    void hear_again(Seat& seat);
     void know(Seat& seat, const Hash128& hash, Version place);
     bool knows(const Seat& seat, const Hash128& hash, Version place) const;
     bool is_placing(NodeId id, const Hash128& hash, Version version) const;
+    bool is_placed(NodeId id, const Hash128& hash, Version version) const;
+    void note_told(NodeId id, const Hash128& hash);
+    bool has_row(NodeId id, const Hash128& hash) const;
     bool spares(const Seat& seat, const Removal& removal) const;
     bool is_open(const Removal& removal) const;
     Removal last_ended(const Hash128& hash) const { return last_ended(hash, log_.find(hash)); }

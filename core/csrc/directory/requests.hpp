@@ -39,7 +39,7 @@ struct LocateAnswer {
 enum class Taken : uint8_t {
     kFree = 0,      // it is the asking client's to put, as a replacement of what nodes may have that are away
     kHeld = 1,      // a node has it, as far as the master has heard
-    kBeingPut = 2,  // another client is about to put it
+    kBeingPut = 2,  // another client is about to put it, or has, and the row is on its way
     kNew = 3,       // it is the asking client's to put, and there is nothing to replace
 };
 

@@ -26,13 +26,6 @@
 
 namespace moonpool {
 
-namespace {
-
-// Nodes tell the master what they hold after a few milliseconds.
-constexpr std::chrono::milliseconds kHeardAgainAfter{5};
-
-}  // namespace
-
 // Whether the own node would have to evict for that much. Not known of a node whose index is not mapped here.
 bool Client::own_is_full(uint64_t bytes) {
     std::shared_ptr<Session> session = own_.current();
@@ -145,7 +138,7 @@ Result<PutReport> Client::put_unique(std::span<const PutItem> items, const PutOp
     for (size_t attempt = 1; !left.empty(); ++attempt) {
         std::vector<PutItem> some;
         for (size_t i : left) some.push_back(items[i]);
-        how.unique = attempt < kAttemptsMax;
+        how.unique = attempt < kUniqueAttempts;
         how.replace = !how.unique;
         Result<PutReport> put = put_whole(some, how);
         if (!put) return put;
@@ -166,7 +159,7 @@ Result<PutReport> Client::put_unique(std::span<const PutItem> items, const PutOp
         if (!put->refusal.empty()) report.refusal = std::move(put->refusal);
         if (!put->short_of_copies.empty()) report.short_of_copies = std::move(put->short_of_copies);
         left = std::move(again);
-        if (!left.empty()) std::this_thread::sleep_for(kHeardAgainAfter);
+        if (!left.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(unique_wait_ms(attempt)));
     }
     return report;
 }
@@ -303,7 +296,7 @@ Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOpti
                 }
                 ordered.assign(items.begin(), items.end());
                 for (size_t i = 0; i < removal->versions().size(); ++i) {
-                    if (removal->taken(i) == Taken::kFree) ordered[i].version = removal->versions()[i];
+                    if (is_free(removal->taken(i))) ordered[i].version = removal->versions()[i];
                 }
                 items = ordered;
                 if (options.unique) {

@@ -20,6 +20,12 @@
 
 namespace moonpool {
 
+// A unique put of a key that the master has at a node which does not have it, as one that was removed some
+// milliseconds ago: so often it is asked, after waits of twice the length each. The last attempt replaces:
+// the master is wrong then.
+inline constexpr size_t kUniqueAttempts = 6;
+constexpr uint64_t unique_wait_ms(size_t attempt) { return uint64_t{5} << (attempt - 1); }
+
 class PutSteps {
    public:
     enum class Wants : uint8_t {
