@@ -92,6 +92,17 @@ def snapshots_of(output: Any, request_id: str) -> dict[int, dict[int, int]]:
     return told
 
 
+def scheduler_base(vllm_config: Any) -> Any:
+    """vLLM's own scheduler class for this configuration."""
+    if vllm_config.scheduler_config.async_scheduling:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+        return AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return Scheduler
+
+
 def recompute_failed_loads(vllm_config: Any) -> None:
     """Makes kv_load_failure_policy "recompute", whatever it was: vLLM's scheduler reads it after it made its
     connector."""

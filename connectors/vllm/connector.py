@@ -424,6 +424,53 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
             return
         self._guard(None, self._sched.step_ended, connector_output)
 
+    # Called by the scheduler class (meeting_scheduler.py)
+
+    def allow_meetings(self, refusal: str) -> bool:
+        """The engine runs the scheduler class, and does not allow it to compute the front of a hit while the
+        back is loaded if there is a ``refusal``. Returns whether it is done."""
+        sched = self._sched
+        if sched is None:
+            return False
+        sched.meetings.enabled = not (refusal or sched.meetings_refusal())
+        if sched.meetings.enabled:
+            self._log.info(
+                "moonpool: the front of a hit is computed while its back is loaded, if that is faster"
+            )
+        else:
+            self._log.warning(
+                "moonpool: the scheduler class is without effect: %s", refusal or sched.meetings_refusal()
+            )
+        return sched.meetings.enabled
+
+    def before_schedule(self) -> list[tuple[Any, int]]:
+        """Requests that go on behind what was loaded of them, each with its tokens."""
+        sched = self._sched
+        if sched is None or not sched.meetings.busy:
+            return []
+        return self._guard([], sched.meetings.jump, otherwise=sched.meetings.give_up)
+
+    def chunk_tokens(self, request: Any, computed: int, wanted: int) -> int:
+        """How many of the ``wanted`` tokens behind ``computed`` ones the next step may compute."""
+        sched = self._sched
+        if sched is None or not sched.meetings.busy:
+            return wanted
+        return self._guard(
+            wanted,
+            sched.meetings.chunk_tokens,
+            request,
+            computed,
+            wanted,
+            otherwise=lambda: sched.meetings.drop(request.request_id),
+        )
+
+    def tokens_to_place(self, request: Any) -> int:
+        """For so many tokens the engine is to make room in the first step of the request; 0: as ever."""
+        sched = self._sched
+        if sched is None or not sched.meetings.busy:
+            return 0
+        return self._guard(0, sched.meetings.tokens_to_place, request)
+
     def take_events(self) -> tuple[()]:
         """No KV cache events. vLLM asks when it has the output of a step, which ends the step's time."""
         if self._sched is not None:

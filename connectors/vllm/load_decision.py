@@ -39,6 +39,8 @@ PROBE_EVERY, PROBE_S = 16, 10.0  # one of so many hits is a probe, and at most o
 PROBE_SOON = 4  # the same after a probe that contradicted, whatever the time
 CONTRADICTS = 3.0
 PROBE_TOKENS = 256
+BOTH_TOKENS_MIN = 512  # of a hit: a shorter one has no chunks between which anything is decided
+BOTH_GAIN = 1.15  # both is done when it is predicted to be so many times as fast as the better of the two
 DOUBT = 10.0  # the prefill rate is probed where one that is so much higher would decline the load
 
 
@@ -56,33 +58,58 @@ UNMEASURED = "unmeasured"  # a rate lacks measurements, so all is loaded
 FASTER = "load_faster"
 PARTLY = "load_partly"  # up to where a tier that is too slow begins
 SLOWER = "load_slower"
+BOTH = "both"  # the front is computed while the back is loaded (meetings.py)
 PROBE_LOAD, PROBE_PREFILL = "probe_load", "probe_prefill"
 ALWAYS = "always_load"  # compute_if_faster is false
-REASONS = (UNMEASURED, FASTER, PARTLY, SLOWER, PROBE_LOAD, PROBE_PREFILL, ALWAYS)
+REASONS = (UNMEASURED, FASTER, PARTLY, SLOWER, BOTH, PROBE_LOAD, PROBE_PREFILL, ALWAYS)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What was decided of one hit.
 
-    blocks: how many leading blocks are to be loaded.
+    blocks: how many leading blocks are to be loaded; of BOTH how many of the last ones are predicted to be.
     reason: one of REASONS.
     load_s, compute_s: predicted seconds of loading all of the hit, and of computing it; 0: not measured.
+    both_s: predicted seconds until front and back meet; 0: not considered.
     """
 
     blocks: int
     reason: str
     load_s: float = 0.0
     compute_s: float = 0.0
+    both_s: float = 0.0
 
     def plain(self) -> dict[str, str | int | float]:
         """For an answer."""
-        return {
+        plain: dict[str, str | int | float] = {
             "reason": self.reason,
             "blocks": self.blocks,
             "load_s": round(self.load_s, 6),
             "compute_s": round(self.compute_s, 6),
         }
+        if self.both_s:
+            plain["both_s"] = round(self.both_s, 6)
+        return plain
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast the front and the back of a hit come to each other: seconds of computing a block, and of
+    loading one, which each load corrects."""
+
+    compute_s: float
+    load_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Blocks that are loaded in the time in which one is computed."""
+        return self.compute_s / self.load_s
+
+    def loaded(self, blocks: int, seconds: float) -> None:
+        """A load of so many blocks took so many seconds."""
+        if blocks and seconds > 0:
+            self.load_s = (self.load_s + seconds / blocks) / 2
 
 
 class Rate:
@@ -292,6 +319,25 @@ class LoadDecision:
             computed = -(-PROBE_TOKENS // self._block_tokens)
             return Choice(max(everything - computed, 0), PROBE_PREFILL, load_s, compute_s)
         return Choice(everything, FASTER, load_s, compute_s)
+
+    def meet(self, shares: Shares, choice: Choice) -> tuple[Choice, Pace | None]:
+        """The choice again, or BOTH where computing the front while the back is loaded is predicted to be
+        faster than what was chosen, and the pace at which it begins."""
+        rate, everything = self._prefill.per_second, len(shares.network)
+        if rate is None or choice.reason not in {FASTER, PARTLY, SLOWER}:
+            return choice, None
+        if everything * self._block_tokens < BOTH_TOKENS_MIN:
+            return choice, None
+        block_s, computed_s = self._block_s(shares), self._block_tokens / rate
+        fronts_s = np.arange(1, everything) * computed_s
+        backs_s = self._notice() + self._waiting_s() + np.cumsum(block_s[::-1])[::-1][1:]
+        boths_s = np.maximum(fronts_s, backs_s)
+        front = int(np.argmin(boths_s)) + 1
+        back_s, both_s = float(block_s[front:].sum()), float(boths_s[front - 1])
+        if back_s <= 0 or both_s * BOTH_GAIN > min(choice.load_s, choice.compute_s):
+            return choice, None
+        met = Choice(everything - front, BOTH, choice.load_s, choice.compute_s, both_s)
+        return met, Pace(computed_s, back_s / (everything - front))
 
     def compute_s(self, tokens: int) -> float:
         """Predicted seconds of computing so many tokens; infinity: not measured."""

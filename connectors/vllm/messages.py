@@ -28,6 +28,7 @@ class Load:
     block_ids: one list per part of a block (group_blocks.py; where all groups are alike that is one per KV
         cache group), as long as the number of blocks; NULL_BLOCK where a sliding window or a state needs no
         block, and nothing is loaded.
+    piece: number of a part of a hit for which the request does not wait (meetings.py); 0: it waits.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class Load:
     holders: bytes
     descriptors: bytes
     block_ids: tuple[tuple[int, ...], ...]
+    piece: int = 0
 
     @property
     def blocks(self) -> int:
@@ -112,6 +114,26 @@ class LoadTime:
     notice_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PieceEnd:
+    """A piece of a hit has been loaded, or not.
+
+    ranks: that report it.
+    good: leading blocks that came on each of them.
+    took: what it took on the slowest of them; None: nothing to measure.
+    """
+
+    ranks: int
+    good: int
+    took: LoadTime | None = None
+
+    def __add__(self, other: PieceEnd) -> PieceEnd:
+        """Of several ranks as one."""
+        both = [took for took in (self.took, other.took) if took is not None]
+        slowest = max(both, key=lambda took: took.seconds, default=None)
+        return PieceEnd(self.ranks + other.ranks, min(self.good, other.good), slowest)
+
+
 @dataclass(slots=True)
 class Report(compat.WorkerMetadata):
     """What the workers tell the scheduler's half after a step; reports of ranks add up.
@@ -124,6 +146,7 @@ class Report(compat.WorkerMetadata):
     heartbeats: leases whose decode engine sent one.
     handed: lease -> number of ranks that handed all of it over.
     lost: requests whose prefill engine was lost before there was room for them.
+    pieces: ends of pieces of hits, by number.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
@@ -133,10 +156,17 @@ class Report(compat.WorkerMetadata):
     handed: dict[int, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     load_times: dict[str, LoadTime] = field(default_factory=dict)
+    pieces: dict[int, PieceEnd] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(
-            self.loaded or self.saved or self.handshakes or self.heartbeats or self.handed or self.lost
+            self.loaded
+            or self.saved
+            or self.handshakes
+            or self.heartbeats
+            or self.handed
+            or self.lost
+            or self.pieces
         )
 
     def aggregate(self, other: compat.WorkerMetadata) -> Report:
@@ -151,6 +181,8 @@ class Report(compat.WorkerMetadata):
                 self.saved[job_id] = self.saved.get(job_id, 0) + ranks
             for lease_id, ranks in other.handed.items():
                 self.handed[lease_id] = self.handed.get(lease_id, 0) + ranks
+            for number, end in other.pieces.items():
+                self.pieces[number] = self.pieces[number] + end if number in self.pieces else end
             self.handshakes += other.handshakes
             self.heartbeats |= other.heartbeats
             self.lost |= other.lost

@@ -27,6 +27,7 @@ COUNTERS: Mapping[str, str] = {
     "hit_tokens": "Tokens that the pool pinned for a request, whether they were needed or not.",
     "loads": "Loads that ended, well or badly.",
     "loaded_tokens": "Tokens whose blocks were loaded from the pool without an error.",
+    "met_tokens": "Of those, tokens of hits whose front was computed meanwhile, and that were used.",
     "loaded_bytes": "Bytes that were loaded from the pool, over all ranks.",
     "memory_loaded_bytes": "Bytes of loads that memory of this host served alone, over all ranks.",
     "memory_load_seconds": "Seconds that native threads took for them, over all ranks.",

@@ -35,8 +35,9 @@ from moonpool.connectors.vllm.free_block_wait import FreeBlockWait
 from moonpool.connectors.vllm.group_blocks import by_part, objects_of
 from moonpool.connectors.vllm.item_hashes import ItemHashes
 from moonpool.connectors.vllm.item_names import ItemNames
-from moonpool.connectors.vllm.load_decision import ALWAYS, Choice, LoadDecision, Shares
+from moonpool.connectors.vllm.load_decision import ALWAYS, BOTH, Choice, LoadDecision, Shares
 from moonpool.connectors.vllm.lookups import WAIT_S, Lookups
+from moonpool.connectors.vllm.meetings import Meetings
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.handover import Handover
@@ -137,6 +138,14 @@ class SchedulerHalf:
         )
         self.saves = Saves(
             engine_config, save_decode=settings.save_decode, tally=self.tally, log=log, clock=clock
+        )
+        self.meetings = Meetings(
+            block_tokens=engine_config.block_tokens,
+            splits=engine_config.splits,
+            workers=engine_config.workers,
+            tally=self.tally,
+            release=self.lookups.release,
+            save_again=self._save_again,
         )
         self.handover = Handover(
             engine_config, settings, digest=digest, tally=self.tally, log=log, clock=clock
@@ -262,6 +271,7 @@ class SchedulerHalf:
         self._left, self._epoch = True, b""
         for state in self._loading.values():
             state.hit = None  # its pin goes with the connection
+        self.meetings.disconnected()
         for request_id in list(self._requests):
             self.forget(request_id)
         self.handover.stop(NO_HAND_OVER)
@@ -285,6 +295,7 @@ class SchedulerHalf:
         """The engine's blocks, to hold those that are being saved or handed over."""
         self._blocks = blocks
         self.saves.bind(blocks)
+        self.meetings.bind(blocks)
         self.handover.bind(blocks)
 
     def bind_block_tables(self, tables: BlockTables) -> None:
@@ -452,6 +463,7 @@ class SchedulerHalf:
             if request.request_id in self._adapted and not self._adapter_stays(request):
                 self.forget(request.request_id)  # the engine may have loaded another adapter meanwhile
                 return 0, False
+            self.meetings.drop(request.request_id)
             self.lookups.abandon(state)
             self.lookups.release(state.restarted(request.num_preemptions))
         if state.phase is Phase.NEW:
@@ -480,7 +492,7 @@ class SchedulerHalf:
             if theirs:
                 return theirs, True
         if tokens and state.load_until is None:
-            tokens = self._decide(state, local_tokens, tokens)
+            tokens = self._decide(state, request, local_tokens, tokens)
         return tokens, tokens > 0
 
     def admitted(self, request: Request, blocks: Blocks, external_tokens: int) -> None:
@@ -496,7 +508,7 @@ class SchedulerHalf:
             return
         if state.phase is Phase.LOOKING:
             state.covered()
-        else:
+        elif not self.meetings.begin(state, request, blocks):
             self.lookups.release(state.give_up_pin())
         if state.preemptions == 0:
             self.tally.add("prompt_tokens", request.num_prompt_tokens)
@@ -525,19 +537,24 @@ class SchedulerHalf:
         if self._unnamed:  # vLLM asks for none while as many run as may, and a prefill engine waits for ours
             for request_id in list(self._unnamed):
                 self._begin_unnamed(request_id)
-        if not (self._loads or self._waiting or self._tracked or self.handover.is_busy or self._greets):
+        meets = self.meetings.busy
+        if not (
+            self._loads or self._waiting or self._tracked or self.handover.is_busy or self._greets or meets
+        ):
             return NOTHING
         if self._waiting:
             self.lookups.poll()
         saves = self.saves.plan(output) if self.saves.tracked else ()
         handover = self.handover.plan(output) if self.handover.is_busy else None
-        if not self._loads and not saves and not handover and not self._greets:
+        pieces = self.meetings.plan(output) if meets else ()
+        if not self._loads and not saves and not handover and not self._greets and not pieces:
             return NOTHING
-        loads = tuple(self._loads)
+        loads = (*self._loads, *pieces)
         step = Step(loads, saves, handover or None, self._greets)
         self._greets = False
         self._loads.clear()
         self.saves.told()
+        self.meetings.told()
         return step
 
     def step_ended(self, output: ConnectorOutput) -> None:
@@ -551,6 +568,12 @@ class SchedulerHalf:
                 for request_id, took in report.load_times.items():
                     timed = self._loading.get(request_id)
                     self._decision.load_took(took, probe=timed is not None and timed.is_probe)
+                for end in report.pieces.values():
+                    if end.took is not None:
+                        self._decision.load_took(end.took)
+            if report.pieces:
+                self.meetings.ended(report.pieces)
+                self._free_block_wait.renew()
             for request_id, good in report.loaded.items():
                 loading = self._loading.get(request_id)
                 if loading is not None:
@@ -598,17 +621,24 @@ class SchedulerHalf:
 
     def has_pending_work(self) -> bool:
         """Whether answers are under way that only a step can take in."""
-        return bool(self.saves.under_way or self.lookups.under_way or self.handover.has_work)
+        return bool(
+            self.saves.under_way
+            or self.lookups.under_way
+            or self.meetings.under_way
+            or self.handover.has_work
+        )
 
     def has_pending_frees(self) -> bool:
         """Whether waiting a moment frees blocks; vLLM asks when it lacks some, before it preempts."""
-        return (self.saves.frees_soon() or self.handover.frees_soon()) and self._free_block_wait.is_left()
+        frees_soon = self.saves.frees_soon() or self.meetings.frees_soon() or self.handover.frees_soon()
+        return frees_soon and self._free_block_wait.is_left()
 
     # When something unexpected happened: called by the connector, which has logged it
 
     def give_up_step(self) -> None:
         """A step could not be planned: gives up the work that may have failed; the next one reports it."""
         self.saves.give_up()
+        self.meetings.give_up()
         self.handover.give_up()
 
     def fail_load(self, request_id: str, blocks: Blocks, external_tokens: int) -> None:
@@ -676,12 +706,22 @@ class SchedulerHalf:
 
     def _let_go(self, state: RequestState) -> None:
         """The engine has no more use for this state. A load under way keeps its pin until it has ended."""
+        self.meetings.drop(state.request_id)
         self.lookups.abandon(state)
         if state.phase is not Phase.LOADING:
             self.lookups.release(state.give_up_pin())
 
-    def _decide(self, state: RequestState, local_tokens: int, loadable_tokens: int) -> int:
-        """How many of the tokens that can be loaded are; decided once for each hit."""
+    def meetings_refusal(self) -> str:
+        """Why the front of a hit is never computed while its back is loaded; "": it may be."""
+        if self._decision is None:
+            return 'kv_connector_extra_config has "compute_if_faster": false'
+        if self._engine_config.has_windows:
+            return "its model has sliding windows or states"
+        return ""
+
+    def _decide(self, state: RequestState, request: Request, local_tokens: int, loadable_tokens: int) -> int:
+        """How many of the tokens that can be loaded are, while the request waits; decided once for each
+        hit."""
         block_tokens = self._engine_config.block_tokens
         first, blocks = local_tokens // block_tokens, loadable_tokens // block_tokens
         if self._decision is None:
@@ -689,10 +729,15 @@ class SchedulerHalf:
         else:
             shares = self._shares(state, first, blocks)
             choice = self._decision.choose(shares, whole=self._engine_config.has_windows)
-        state.choice, state.load_until = choice, first + choice.blocks
+            if self.meetings.enabled and not (request.mm_features or self.handover.gives(request)):
+                choice, pace = self._decision.meet(shares, choice)
+                if pace is not None:
+                    self.meetings.decide(state, pace)
+        awaited = 0 if choice.reason == BOTH else choice.blocks
+        state.choice, state.load_until = choice, first + awaited
         self.tally.add("declined_tokens", (blocks - choice.blocks) * block_tokens)
         self.tally.add(f"load_decisions_{choice.reason}")
-        return choice.blocks * block_tokens
+        return awaited * block_tokens
 
     def _shares(self, state: RequestState, first: int, blocks: int) -> Shares:
         """Of each of the blocks behind ``first`` the shares that are to be loaded."""
@@ -726,6 +771,12 @@ class SchedulerHalf:
                 block_ids=by_part(block_ids, self._engine_config.splits, first, first + blocks),
             )
         )
+
+    def _save_again(self, state: RequestState, request: Request) -> None:
+        """Blocks that the pool had did not come: the engine computes them, and they are saved."""
+        tracked = state.request_id in self.saves.tracked
+        if not tracked and self.pool() is not None and state.switches.store:
+            self.saves.track(state, request, handed_over=self.handover.takes(request))
 
     def _load_ended(self, state: RequestState) -> None:
         self.lookups.release(state.loaded(self._engine_config.block_tokens))

@@ -27,7 +27,7 @@ from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.group_blocks import BlockIds, objects_of, part_columns, part_numbers
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
-from moonpool.connectors.vllm.messages import Handshake, Load, LoadTime, Report, Save, Step
+from moonpool.connectors.vllm.messages import Handshake, Load, LoadTime, PieceEnd, Report, Save, Step
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.consumer_worker import Ended
 from moonpool.connectors.vllm.pd.copy_ranges import Held
@@ -409,7 +409,7 @@ class WorkerHalf:
 
     def start_loads(self, step: Step) -> None:
         """Hands the loads of this step over. One that cannot be handed over has failed."""
-        self._awaited.update(load.request_id for load in step.loads)
+        self._awaited.update(load.request_id for load in step.loads if not load.piece)
         for load in step.loads:
             try:
                 self._start_load(load)
@@ -419,10 +419,17 @@ class WorkerHalf:
     def fail_loads(self, step: Step) -> None:
         """Fails every load of the step that is not under way, after an unexpected exception."""
         started = {
-            running.job.request_id for running in self._running.values() if isinstance(running.job, Load)
+            (running.job.request_id, running.job.piece)
+            for running in self._running.values()
+            if isinstance(running.job, Load)
         }
         for load in step.loads:
-            if load.request_id not in started and load.request_id not in self._finished:
+            if (load.request_id, load.piece) in started:
+                continue
+            if load.piece:
+                if load.piece not in self._report.pieces:
+                    self._end_load(load, Failed(FAILED), 0.0)
+            elif load.request_id not in self._finished:
                 self._awaited.add(load.request_id)
                 self._end_load(load, Failed(FAILED), 0.0)
 
@@ -654,7 +661,10 @@ class WorkerHalf:
             from_network=bool(remote.any()),
             notice_s=max(seconds - answer.seconds, 0.0) if running.alone else None,
         )
-        self._report.load_times[load.request_id] = took
+        if load.piece:
+            self._report.pieces[load.piece] = replace(self._report.pieces[load.piece], took=took)
+        else:
+            self._report.load_times[load.request_id] = took
         tier = "network" if took.from_network else "memory"
         self.tally.add(f"{tier}_loaded_bytes", took.memory_bytes + took.network_bytes)
         self.tally.add(f"{tier}_load_seconds", took.seconds)
@@ -662,7 +672,10 @@ class WorkerHalf:
     def _end_load(self, load: Load, answer: _native.LoadAnswer | Failed, seconds: float) -> None:
         good = self._good_blocks(answer.ok, load.blocks)
         bad = [block for block, is_good in enumerate(good) if not is_good]
-        self._finish(load.request_id, load.block_ids, bad)
+        if load.piece:
+            self._report.pieces[load.piece] = PieceEnd(1, bad[0] if bad else load.blocks)
+        else:
+            self._finish(load.request_id, load.block_ids, bad)
         self.tally.add("loaded_bytes", answer.bytes_loaded)
         self.tally.observe("load_seconds", seconds)
         error = answer.error or "the pool no longer has them"

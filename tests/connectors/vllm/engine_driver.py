@@ -72,13 +72,16 @@ class Driver:
         params: list[dict[str, Any] | None] | None = None,
         adapter: list[Any] | None = None,
         chances: bool = False,
+        preempt_when: str = "",
     ) -> dict[str, Any]:
         """Runs all prompts together. prompts: what media_models.request takes; max_tokens: of all, or of
         each; params: kv_transfer_params of each; adapter: name, number and path of the LoRA adapter of all.
         chances: whether to tell the log-probability of each token.
         abort: positions of the prompts to abort, ``abort_when`` they first are "looking" (before the first
         step), "loading" (waiting for a load), "half" (some of it has come; see ``hold_reads``), "loaded" (all
-        of it, and no step since) or "running" (after the first token)."""
+        of it, and no step since), "meeting" (its front is computed and its back is being loaded), "met" (it
+        went on behind some of the back, and more is being loaded) or "running" (after the first token).
+        preempt_when: the first prompt is preempted once in that stage, as for room."""
         ids = {}
         lengths = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
         for position, prompt in enumerate(prompts):
@@ -116,6 +119,9 @@ class Driver:
                     doomed -= hit
                     if self.go_on is not None:
                         self.go_on.set()
+            if preempt_when and self._is(next(iter(ids)), preempt_when):
+                preempt_when = ""
+                self._preempt(next(iter(ids)))
             for output in self.engine.step():
                 position = ids.get(output.request_id, -1)
                 if output.outputs[0].token_ids and position not in first_s:
@@ -164,6 +170,11 @@ class Driver:
     def _is(self, external_id: str, stage: str) -> bool:
         for request_id, request in self.scheduler.requests.items():
             if request_id == external_id or request_id.startswith(external_id + "-"):
+                if stage in ("meeting", "met"):
+                    meeting = self._half().meetings._meetings.get(request_id)
+                    if meeting is None or not meeting.flying or not request.num_computed_tokens:
+                        return False
+                    return stage == "meeting" or bool(meeting.loaded)
                 if stage != "running":
                     if request.status.name != "WAITING_FOR_REMOTE_KVS":
                         return False
@@ -172,6 +183,28 @@ class Driver:
                     return stage == "loading" or request_id in self.scheduler.finished_recving_kv_req_ids
                 return request.status.name == "RUNNING" and request.num_output_tokens > 0
         return False
+
+    def _preempt(self, external_id: str) -> None:
+        """As vLLM does for room."""
+        request = next(one for one in self.scheduler.running if one.request_id.startswith(external_id))
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, time.monotonic())
+
+    def shape_loads(self, per_second: float, break_from: int = 0) -> None:
+        """From now on loads are as slow as through a link of so many bytes per second; 0: as fast as they
+        are. break_from: see Link."""
+        from benchmarks.engine.shaped import Link
+
+        self.link = Link(per_second, break_from=break_from) if per_second else Link.take_down()
+
+    def measure_prefill(self, per_second: float) -> None:
+        """From now on prefill was measured at so many tokens per second."""
+        from moonpool.connectors.vllm.load_decision import STEPS_MAX, STEPS_MIN, Rate
+
+        rate = Rate(STEPS_MIN, STEPS_MAX)
+        for _ in range(STEPS_MAX):
+            rate.add(1024, 1024 / per_second)
+        self.scheduler.connector._sched._decision._prefill = rate
 
     def _has_come(self, request_id: str) -> int:
         """How many blocks of a hand-over to this request are here."""

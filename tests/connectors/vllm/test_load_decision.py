@@ -10,6 +10,9 @@ import pytest
 
 from moonpool.connectors.vllm.load_decision import (
     ALWAYS,
+    BOTH,
+    BOTH_GAIN,
+    BOTH_TOKENS_MIN,
     FASTER,
     LOADS_MAX,
     LOADS_MIN,
@@ -277,7 +280,37 @@ def test_every_reason_has_a_name() -> None:
     assert made.choose(shares(5, 5)).reason == PARTLY
     assert made.choose(shares(0)).reason == UNMEASURED
     assert LoadDecision(TOKENS, Clock()).choose(shares(3)).reason == UNMEASURED
-    assert {PARTLY, UNMEASURED, FASTER, SLOWER, PROBE_LOAD, PROBE_PREFILL, ALWAYS} == set(REASONS)
+    assert {PARTLY, UNMEASURED, FASTER, SLOWER, BOTH, PROBE_LOAD, PROBE_PREFILL, ALWAYS} == set(REASONS)
+
+
+@pytest.mark.parametrize(
+    ("rate", "reason", "loaded"),
+    [(1000.0, BOTH, 10), (500.0, BOTH, 7), (2000.0, BOTH, 13), (100.0, SLOWER, 0), (10_000.0, FASTER, 20)],
+)
+def test_the_front_is_computed_while_the_back_is_loaded(rate: float, reason: str, loaded: int) -> None:
+    """Computing takes a millisecond a block."""
+    made, _ = decision(here=rate)
+    choice, pace = made.meet(shares(20), made.choose(shares(20)))
+    assert (choice.reason, choice.blocks) == (reason, loaded)
+    assert (pace is not None) == (reason == BOTH)
+    if pace is not None:
+        assert pace.ratio == pytest.approx(rate / 1000)
+        assert choice.both_s == pytest.approx(max((20 - loaded) / 1000, loaded / rate))
+        assert choice.both_s * BOTH_GAIN <= min(choice.load_s, choice.compute_s)
+        assert choice.plain()["both_s"] == pytest.approx(choice.both_s)
+        pace.loaded(10, 10 / 100)  # loads are slower than predicted
+        assert pace.ratio == pytest.approx(2 / (1000 / rate + 10))
+
+
+def test_both_is_left_where_it_gains_nothing() -> None:
+    made, _ = decision(here=1000)
+    short = BOTH_TOKENS_MIN // TOKENS
+    assert made.meet(shares(short), made.choose(shares(short)))[1] is None
+    assert made.meet(shares(short + 1), made.choose(shares(short + 1)))[1] is not None
+    unknown = LoadDecision(TOKENS, Clock())
+    assert unknown.meet(shares(20), unknown.choose(shares(20)))[1] is None
+    made.load_begins(shares(100))  # the link is busy for longer than computing takes
+    assert made.meet(shares(20), made.choose(shares(20)))[0].reason == SLOWER
 
 
 def test_failures_count_when_they_took_long() -> None:

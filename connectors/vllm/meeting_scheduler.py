@@ -1,0 +1,108 @@
+"""The class for ``--scheduler-cls moonpool.connectors.vllm.meeting_scheduler.Scheduler``: vLLM's own scheduler,
+whose requests may compute the front of a hit while the connector loads its back (meetings.py).
+
+A connector alone cannot do that: its answer is a prefix, for which the request waits. So it answers that
+nothing is to be loaded, and this class adds four things to vLLM's:
+
+- the first step of such a request makes room for the whole hit, so that there are blocks to load into;
+- a chunk of it ends where the loads begin, also with 0 tokens, which makes vLLM skip the request in a step;
+- before a step, a request whose front has reached loaded blocks goes on behind them: vLLM tells its workers
+  with each step how many tokens of a request are computed, and they take the number as it is;
+- loaded blocks get their names in vLLM's prefix cache with the first step behind them, and not before.
+
+Everything else, and every request without such a hit, is vLLM's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moonpool.connectors.vllm import compat
+
+HOOKS = ("schedule", "_reserve_prefill_lookahead")  # of vLLM's scheduler, which this one extends
+
+
+def Scheduler(*args: Any, **kwargs: Any) -> Any:  # noqa: N802 - what vLLM calls is a class by its name
+    """The scheduler of an engine; arguments as of vLLM's."""
+    vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    return scheduler_class(compat.scheduler_base(vllm_config))(*args, **kwargs)
+
+
+def scheduler_class(base: Any) -> Any:
+    """vLLM's scheduler class ``base``, extended."""
+
+    class MeetingScheduler(base):  # type: ignore[misc] # vLLM's, known when the engine starts
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._meets = False
+            allow = getattr(self.connector, "allow_meetings", None)
+            if allow is None:
+                compat.logger("scheduler").warning(
+                    "moonpool: the scheduler class is without effect: Mooncake (or Moonpool) is not the "
+                    "engine's kv_connector, or stands behind another one"
+                )
+                return
+            self._meets = allow(refusal(self, base))
+            if self._meets:
+                self._allocate_slots = self.kv_cache_manager.allocate_slots
+                self.kv_cache_manager.allocate_slots = self._allocate
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            if self._meets:
+                for request, tokens in self.connector.before_schedule():
+                    count_loaded(request, tokens)
+            return super().schedule(*args, **kwargs)
+
+        def _reserve_prefill_lookahead(self, request: Any, computed: int, wanted: int) -> int:
+            wanted = super()._reserve_prefill_lookahead(request, computed, wanted)
+            if self._meets:
+                return int(self.connector.chunk_tokens(request, computed, wanted))
+            return int(wanted)
+
+        def _allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            """In the first step of a meeting: room for the whole hit, of which only the chunk is named."""
+            placed = self.connector.tokens_to_place(request)
+            computed = request.num_computed_tokens + kwargs.get("num_new_computed_tokens", 0)
+            elsewhere = args or kwargs.get("num_external_computed_tokens") or kwargs.get("delay_cache_blocks")
+            if placed - computed > num_new_tokens and not elsewhere:
+                whole = {**kwargs, "delay_cache_blocks": True}
+                blocks = self._allocate_slots(request, placed - computed, **whole)
+                if blocks is not None:
+                    self.kv_cache_manager.cache_blocks(
+                        request, min(computed + num_new_tokens, request.num_tokens)
+                    )
+                    return blocks
+            return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+    return MeetingScheduler
+
+
+def refusal(scheduler: Any, base: Any) -> str:
+    """Why this engine cannot compute the front of a hit while its back is loaded; "": it can."""
+    parallel = scheduler.parallel_config
+    if missing := [name for name in HOOKS if not hasattr(base, name)]:
+        return f"this vLLM's scheduler has no {missing[0]}"
+    if getattr(scheduler, "use_v2_model_runner", False):
+        return (
+            "vLLM's model runner V2 keeps its own count of computed tokens; VLLM_USE_V2_MODEL_RUNNER=0 "
+            "selects the other"
+        )
+    if scheduler.vllm_config.speculative_config is not None:
+        return "the engine speculates"
+    if parallel.pipeline_parallel_size > 1:
+        return "the engine is a pipeline"
+    if max(scheduler.dcp_world_size, scheduler.pcp_world_size) > 1:
+        return "the engine splits the context"
+    if getattr(scheduler, "needs_kv_cache_zeroing", False):
+        return "its model needs new blocks to be zeroed"
+    if not scheduler.scheduler_config.enable_chunked_prefill:
+        return "chunked prefill is off"
+    return ""
+
+
+def count_loaded(request: Any, tokens: int) -> None:
+    """In vLLM's own counts these tokens of the request came from a connector, as with any load."""
+    stats = getattr(request, "prefill_stats", None)
+    if stats is not None and request.num_preemptions == 0:
+        external = stats.num_external_cached_tokens + tokens
+        stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, external)
