@@ -41,14 +41,14 @@ class Link:
         def poll(pool: Pool) -> Sequence[tuple[Any, Any]]:
             return self._answers(pool)
 
-        setattr(Pool, "submit_load", submit_load)
-        setattr(Pool, "poll", poll)
+        Pool.submit_load = submit_load
+        Pool.poll = poll
 
     @staticmethod
     def take_down() -> None:
         """Loads are as fast as they are."""
-        setattr(Pool, "submit_load", _submit_load)
-        setattr(Pool, "poll", _poll)
+        Pool.submit_load = _submit_load
+        Pool.poll = _poll
 
     def _submit(self, pool: Pool, holders: bytes, descriptors: bytes, *rest: Any) -> Any:
         number = next(self._numbers)

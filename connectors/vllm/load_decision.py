@@ -96,7 +96,7 @@ class Choice:
 @dataclass(slots=True)
 class Pace:
     """How fast the front and the back of a hit come to each other: seconds of computing a block, and of
-    loading one, which each load corrects."""
+    loading one, which each step and each load correct."""
 
     compute_s: float
     load_s: float
@@ -105,6 +105,11 @@ class Pace:
     def ratio(self) -> float:
         """Blocks that are loaded in the time in which one is computed."""
         return self.compute_s / self.load_s
+
+    def computed(self, blocks: float, seconds: float) -> None:
+        """A step computed so many blocks in so many seconds."""
+        if blocks > 0 and seconds > 0:
+            self.compute_s = (self.compute_s + seconds / blocks) / 2
 
     def loaded(self, blocks: int, seconds: float) -> None:
         """A load of so many blocks took so many seconds."""

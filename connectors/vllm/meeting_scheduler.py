@@ -1,5 +1,5 @@
-"""The class for ``--scheduler-cls moonpool.connectors.vllm.meeting_scheduler.Scheduler``: vLLM's own scheduler,
-whose requests may compute the front of a hit while the connector loads its back (meetings.py).
+"""The class for ``--scheduler-cls moonpool.connectors.vllm.meeting_scheduler.Scheduler``: vLLM's own, whose
+requests may compute the front of a hit while the connector loads its back (meetings.py).
 
 A connector alone cannot do that: its answer is a prefix, for which the request waits. So it answers that
 nothing is to be loaded, and this class adds four things to vLLM's:

@@ -68,6 +68,7 @@ class Meeting:
     loaded: where each loaded part begins and ends that the front has not reached.
     flying: pieces under way.
     claims: whether pieces are claimed; not after one failed.
+    step_s, step_tokens: when the last step was planned, and how many tokens of the request it computes.
     over: whether the request has no more use for it.
     """
 
@@ -82,6 +83,8 @@ class Meeting:
     loaded: dict[int, int] = field(default_factory=dict)
     flying: set[int] = field(default_factory=set)
     claims: bool = True
+    step_s: float = 0.0
+    step_tokens: int = 0
     over: bool = False
 
 
@@ -97,15 +100,18 @@ class Meetings:
         tally: Tally,
         release: Callable[[int], None],
         save_again: Callable[[RequestState, Request], None],
+        clock: Callable[[], float],
     ) -> None:
         """splits: of each KV cache group the parts of a block.
         release: gives up a pin.
         save_again: called when blocks of a hit did not come: those from ``state.saved`` on are saved when the
             engine has computed them.
+        clock: seconds, monotonic.
         """
         self._block_tokens, self._splits, self._workers = block_tokens, splits, workers
         self._chunk_min = -(-CHUNK_TOKENS_MIN // block_tokens)
         self._tally, self._release, self._save_again = tally, release, save_again
+        self._clock = clock
         self._blocks: BlockPool | None = None
         self.enabled = False  # whether the engine runs the scheduler class
         self._decided: dict[str, tuple[RequestState, Pace]] = {}
@@ -217,7 +223,9 @@ class Meetings:
             if meeting.request.num_preemptions != meeting.preemptions:
                 self.drop(meeting.request.request_id)
             elif meeting.claims:
-                self._claim(meeting, output.num_scheduled_tokens)
+                tokens = output.num_scheduled_tokens.get(meeting.request.request_id, 0)
+                self._time_step(meeting, tokens)
+                self._claim(meeting, tokens)
         return self._planned
 
     def told(self) -> None:
@@ -266,10 +274,15 @@ class Meetings:
         """Blocks of the next chunk when so many lie between the front and the back."""
         return max(math.ceil(gap / (1 + pace.ratio) / CHUNKS), self._chunk_min)
 
-    def _claim(self, meeting: Meeting, scheduled: Mapping[str, int]) -> None:
-        request = meeting.request
-        tokens = scheduled.get(request.request_id, 0)
-        front = -(-(request.num_computed_tokens + tokens) // self._block_tokens)
+    def _time_step(self, meeting: Meeting, tokens: int) -> None:
+        """From one plan to the next it is one step, also where the next is planned before the last ended."""
+        now_s = self._clock()
+        meeting.pace.computed(meeting.step_tokens / self._block_tokens, now_s - meeting.step_s)
+        meeting.step_s, meeting.step_tokens = now_s, tokens
+
+    def _claim(self, meeting: Meeting, tokens: int) -> None:
+        """tokens: that the step computes of the request."""
+        front = -(-(meeting.request.num_computed_tokens + tokens) // self._block_tokens)
         gap = meeting.low - front
         if gap <= 0:
             return

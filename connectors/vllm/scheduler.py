@@ -146,6 +146,7 @@ class SchedulerHalf:
             tally=self.tally,
             release=self.lookups.release,
             save_again=self._save_again,
+            clock=clock,
         )
         self.handover = Handover(
             engine_config, settings, digest=digest, tally=self.tally, log=log, clock=clock
