@@ -57,10 +57,12 @@ def measure(fleet: Fleet, rounds: int, lengths: tuple[int, ...], times: tuple[fl
     for length in lengths:
         prompts = [prompt(length, f"{length}/{number}") for number in range(3)]
         both.ask({"do": "save", "prompts": prompts})
-        computed = [first_s(both, tokens, None, loads=False) for tokens in prompts]
-        compute_s = statistics.median(seconds for seconds, _, _ in computed)
-        tokens_of = [token for _, _, token in computed]
+        tokens_of = [first_s(both, tokens, None, loads=False)[2] for tokens in prompts]
         for factor in times:
+            computed = [
+                first_s(both, tokens, None, loads=False)[0] for tokens in prompts
+            ]  # beside what runs now
+            compute_s = statistics.median(computed)
             hit_bytes = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS * BYTES_PER_TOKEN
             link = hit_bytes / (compute_s * factor)
             both.ask({"do": "set_link", "bytes_per_s": link})

@@ -103,6 +103,15 @@ def scheduler_base(vllm_config: Any) -> Any:
     return Scheduler
 
 
+def new_request_data(scheduler: Any, request: Any, block_ids: tuple[list[int], ...]) -> Any:
+    """What vLLM's scheduler gives workers with model runner V2 of a request in its first step."""
+    from vllm.v1.core.sched.output import NewRequestData
+
+    return NewRequestData.from_request(
+        request, block_ids, request._all_token_ids, uses_mrope=scheduler.model_uses_mrope
+    )
+
+
 def recompute_failed_loads(vllm_config: Any) -> None:
     """Makes kv_load_failure_policy "recompute", whatever it was: vLLM's scheduler reads it after it made its
     connector."""

@@ -7,7 +7,9 @@ nothing is to be loaded, and this class adds four things to vLLM's:
 - the first step of such a request makes room for the whole hit, so that there are blocks to load into;
 - a chunk of it ends where the loads begin, also with 0 tokens, which makes vLLM skip the request in a step;
 - before a step, a request whose front has reached loaded blocks goes on behind them: vLLM tells its workers
-  with each step how many tokens of a request are computed, and they take the number as it is;
+  with each step how many tokens of a request are computed, and they take the number as it is. Model runner V2
+  counts by itself: it is given the request once more, as one that comes with so many tokens, which replaces
+  what it has of it;
 - loaded blocks get their names in vLLM's prefix cache with the first step behind them, and not before.
 
 Everything else, and every request without such a hit, is vLLM's own.
@@ -19,7 +21,8 @@ from typing import Any
 
 from moonpool.connectors.vllm import compat
 
-HOOKS = ("schedule", "_reserve_prefill_lookahead")  # of vLLM's scheduler, which this one extends
+# Of vLLM's scheduler, which this one extends.
+HOOKS = ("schedule", "_reserve_prefill_lookahead", "_build_kv_connector_meta")
 
 
 def Scheduler(*args: Any, **kwargs: Any) -> Any:  # noqa: N802 - what vLLM calls is a class by its name
@@ -35,6 +38,7 @@ def scheduler_class(base: Any) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._meets = False
+            self._moved: dict[str, Any] = {}  # requests that a worker must be given once more
             allow = getattr(self.connector, "allow_meetings", None)
             if allow is None:
                 compat.logger("scheduler").warning(
@@ -51,7 +55,14 @@ def scheduler_class(base: Any) -> Any:
             if self._meets:
                 for request, tokens in self.connector.before_schedule():
                     count_loaded(request, tokens)
+                    if self.use_v2_model_runner:
+                        self._moved[request.request_id] = request
             return super().schedule(*args, **kwargs)
+
+        def _build_kv_connector_meta(self, connector: Any, output: Any) -> Any:
+            if self._moved:
+                give_again(self, output, self._moved)
+            return super()._build_kv_connector_meta(connector, output)
 
         def _reserve_prefill_lookahead(self, request: Any, computed: int, wanted: int) -> int:
             wanted = super()._reserve_prefill_lookahead(request, computed, wanted)
@@ -82,11 +93,6 @@ def refusal(scheduler: Any, base: Any) -> str:
     parallel = scheduler.parallel_config
     if missing := [name for name in HOOKS if not hasattr(base, name)]:
         return f"this vLLM's scheduler has no {missing[0]}"
-    if getattr(scheduler, "use_v2_model_runner", False):
-        return (
-            "vLLM's model runner V2 keeps its own count of computed tokens; VLLM_USE_V2_MODEL_RUNNER=0 "
-            "selects the other"
-        )
     if scheduler.vllm_config.speculative_config is not None:
         return "the engine speculates"
     if parallel.pipeline_parallel_size > 1:
@@ -98,6 +104,33 @@ def refusal(scheduler: Any, base: Any) -> str:
     if not scheduler.scheduler_config.enable_chunked_prefill:
         return "chunked prefill is off"
     return ""
+
+
+def give_again(scheduler: Any, output: Any, moved: dict[str, Any]) -> None:
+    """Requests that were moved are new ones in the step that schedules them next, with all of their blocks
+    and the number of tokens that are computed.
+
+    moved: by their ids; those that are given again, or are over, are taken out.
+    """
+    cached = output.scheduled_cached_reqs
+    for request_id, request in list(moved.items()):
+        if request_id in cached.req_ids:
+            place = cached.req_ids.index(request_id)
+            columns = (
+                "req_ids",
+                "new_token_ids",
+                "new_block_ids",
+                "num_computed_tokens",
+                "num_output_tokens",
+            )
+            for column in (getattr(cached, name) for name in columns):
+                if column:
+                    del column[place]
+            blocks = scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()
+            output.scheduled_new_reqs.append(compat.new_request_data(scheduler, request, blocks))
+            del moved[request_id]
+        elif scheduler.requests.get(request_id) is not request or request.status.name != "RUNNING":
+            del moved[request_id]
 
 
 def count_loaded(request: Any, tokens: int) -> None:

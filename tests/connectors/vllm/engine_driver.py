@@ -24,6 +24,7 @@ from vllm.lora.request import LoRARequest
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 from tests.connectors.vllm import media_models
+from tests.connectors.vllm.schedule_ahead import schedule_ahead
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -42,6 +43,8 @@ LABELS = ("source", "reason", "switch")  # that tell samples of one name apart
 class Driver:
     def __init__(self, config: dict[str, Any]) -> None:
         media_models.prepare(config["model"])
+        if config.pop("schedule_ahead", False):
+            schedule_ahead()
         self.llm = LLM(**DEFAULTS | config)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -190,6 +193,13 @@ class Driver:
         self.scheduler.running.remove(request)
         self.scheduler._preempt_request(request, time.monotonic())
 
+    def runs(self) -> list[bool]:
+        """Whether model runner V2 runs, and whether a step is planned before the last one has ended."""
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+        ahead = self.core.batch_queue is not None and isinstance(self.scheduler, AsyncScheduler)
+        return [bool(self.scheduler.use_v2_model_runner), ahead]
+
     def shape_loads(self, per_second: float, break_from: int = 0) -> None:
         """From now on loads are as slow as through a link of so many bytes per second; 0: as fast as they
         are. break_from: see Link."""
@@ -236,7 +246,7 @@ class Driver:
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s and self.scheduler.has_requests():
             self.engine.step()
-            self.core.step()
+            self.core.step_fn()
             time.sleep(0.001)
         pool = self.scheduler.kv_cache_manager.block_pool
         half = self._half()

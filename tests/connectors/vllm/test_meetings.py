@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.load_decision import BOTH, LOADS_MIN, STEPS_MIN, Pace
 from moonpool.connectors.vllm.meeting_scheduler import count_loaded, refusal, scheduler_class
 from moonpool.connectors.vllm.meetings import CHUNK_TOKENS_MIN, Meetings
@@ -401,6 +402,9 @@ class FakeManager:
         self.allocated.append((num_new_tokens, named.get("delay_cache_blocks", False)))
         return [num_new_tokens]
 
+    def get_blocks(self, request_id: str) -> FakeBlocks:
+        return FakeBlocks(([1, 2],))
+
     def cache_blocks(self, request: Any, tokens: int) -> None:
         self.cached.append(tokens)
 
@@ -441,6 +445,9 @@ class FakeScheduler:
     def _reserve_prefill_lookahead(self, request: Any, computed: int, wanted: int) -> int:
         return wanted - 1
 
+    def _build_kv_connector_meta(self, connector: Any, output: Any) -> str:
+        return "meta"
+
 
 def test_the_class_makes_room_for_the_hit_and_names_only_the_chunk() -> None:
     connector = FakeConnector()
@@ -474,7 +481,6 @@ def test_an_engine_without_our_connector_is_as_ever(caplog: pytest.LogCaptureFix
     ("changes", "why"),
     [
         ({}, ""),
-        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"vllm_config": SimpleNamespace(speculative_config=object())}, "speculates"),
         ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline"),
         ({"pcp_world_size": 2}, "context"),
@@ -489,6 +495,39 @@ def test_which_engines_are_refused(changes: dict[str, Any], why: str) -> None:
     assert why in found
     assert bool(why) == bool(found)
     assert "_reserve_prefill_lookahead" in refusal(scheduler, type("Older", (), {"schedule": None}))
+
+
+def test_a_moved_request_is_given_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "new_request_data", lambda _scheduler, one, ids: New(one.request_id, ids, 64))
+    connector = FakeConnector()
+    scheduler = scheduler_class(FakeScheduler)(connector)
+    moved, other, over = (FakeRequest(name, list(range(100))) for name in ("moved", "other", "over"))
+    scheduler.requests = {"moved": moved, "other": other}
+    scheduler.use_v2_model_runner = True
+    connector.jumps = [(moved, 64), (over, 64)]
+    scheduler.schedule()
+    nothing = SimpleNamespace(scheduled_cached_reqs=cached(), scheduled_new_reqs=[])
+    assert scheduler._build_kv_connector_meta(connector, nothing) == "meta"  # not scheduled in this step
+    assert nothing.scheduled_new_reqs == []
+    output = SimpleNamespace(scheduled_cached_reqs=cached("other", "moved"), scheduled_new_reqs=[])
+    scheduler._build_kv_connector_meta(connector, output)
+    assert output.scheduled_new_reqs == [New("moved", ([1, 2],), 64)]
+    assert vars(output.scheduled_cached_reqs) == vars(cached("other"))
+    again = SimpleNamespace(scheduled_cached_reqs=cached("moved"), scheduled_new_reqs=[])
+    scheduler._build_kv_connector_meta(connector, again)
+    assert again.scheduled_new_reqs == []
+
+
+def cached(*names: str) -> SimpleNamespace:
+    """CachedRequestData; new_token_ids are for pipelines only."""
+    count = len(names)
+    return SimpleNamespace(
+        req_ids=list(names),
+        new_token_ids=[],
+        new_block_ids=[None] * count,
+        num_computed_tokens=[64] * count,
+        num_output_tokens=[0] * count,
+    )
 
 
 def test_vllm_counts_what_was_loaded() -> None:

@@ -26,11 +26,26 @@ CLOSE = 1e-4  # of log-probabilities
 EXPLAIN: dict[str, Any] = {"moonpool": {"explain": True}}
 
 
-@pytest.fixture(scope="module")
+class SecondRunner(Engine):
+    """With vLLM's model runner V2."""
+
+    driver = Path(__file__).with_name("second_runner_driver.py")
+    forked = False
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(Engine, False), (Engine, True), (SecondRunner, False), (SecondRunner, True)],
+    ids=["in turn", "ahead", "V2 in turn", "V2 ahead"],
+)
 def engines(
-    vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    vllm_python: str,
+    models: list[Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Engine, Engine]]:
-    """A plain engine, and one with the scheduler class and a node."""
+    """A plain engine, and one with the scheduler class and a node, which plans a step when the last one has
+    ended, or before, with either of vLLM's model runners."""
     logs = tmp_path_factory.mktemp("meetings")
     with ExitStack() as stack:
         runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
@@ -38,16 +53,19 @@ def engines(
         stack.callback(plain.close)
         node = Node(runtime).start()
         stack.callback(node.stop)
-        met = Engine(
+        kind, ahead = request.param
+        met = kind(
             vllm_python,
             models[0],
             runtime,
             logs / "met.log",
             kv_transfer_config=MEASURING,
             scheduler_cls=SCHEDULER,
+            schedule_ahead=ahead,
         )
         stack.callback(met.close)
         wait_joined(met)
+        assert met.call("runs") == [kind is SecondRunner, ahead]
         yield plain, met
 
 
