@@ -32,10 +32,8 @@ from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.requests import Phase, RequestState
 from moonpool.connectors.vllm.requests.state import Hit
 
-CHUNK_TOKENS_MIN = (
-    128  # of a chunk while loads go on: smaller ones cost more than a better place to meet saves
-)
-CHUNKS = 4  # a chunk is this part of what the front is predicted to compute until the two meet
+CHUNK_TOKENS_MIN = 256  # of a chunk while loads go on: a smaller one costs more than it gains
+CHUNKS = 3  # a chunk is this part of what the front is predicted to compute until the two meet
 STEPS_AHEAD = 2  # claims cover so many steps: the next is made when one has ended
 DESCRIPTOR_BYTES = 32
 

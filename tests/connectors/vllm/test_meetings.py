@@ -238,13 +238,13 @@ def test_a_step_that_could_not_be_planned_ends_its_pieces() -> None:
 
 # In the scheduler's half
 
-HALF_BLOCKS = 8 * CHUNK  # of the hit: the stand-in of the engine has 400 blocks
-
 
 def measured_half(pool: FakePool, **changes: Any) -> tuple[SchedulerHalf, FakeBlockPool]:
     """A half whose engine has the scheduler class, and measured that both take as long."""
     clock = Clock()
-    half, blocks = scheduler_half(pool, clock=clock, meet=False, **changes)
+    half, _ = scheduler_half(pool, clock=clock, meet=False, **changes)
+    blocks = FakeBlockPool(4 * HIT_BLOCKS)
+    half.bind_block_pool(blocks)
     half.meet_workers([Handshake(FINGERPRINT, COLUMNS, bytes_per_block=1000)])
     half.meetings.enabled = True
     for number in range(max(STEPS_MIN, LOADS_MIN)):
@@ -258,12 +258,12 @@ def measured_half(pool: FakePool, **changes: Any) -> tuple[SchedulerHalf, FakeBl
 
 def meet(half: SchedulerHalf, pool: FakePool, name: str = "r") -> tuple[FakeRequest, Step]:
     """A request whose first chunk is planned."""
-    request = FakeRequest(name, list(range(HALF_BLOCKS * BLOCK_TOKENS + 1)))
+    request = FakeRequest(name, list(range(HIT_BLOCKS * BLOCK_TOKENS + 1)))
     half.arrived(request)
-    pool.answer_prefix(HALF_BLOCKS)
+    pool.answer_prefix(HIT_BLOCKS)
     assert half.matched_tokens(request, 0) == (0, False)
     assert half.matched_tokens(request, 0) == (0, False)  # asked again, it decides the same
-    ids = (list(range(1, HALF_BLOCKS + 2)),)
+    ids = (list(range(1, HIT_BLOCKS + 2)),)
     half.admitted(request, FakeBlocks(ids), 0)
     step = FakeStep([New(name, ids, 0)], num_scheduled_tokens={name: CHUNK_TOKENS_MIN})
     return request, half.build_step(step)
@@ -281,7 +281,7 @@ def test_a_hit_is_answered_with_nothing_and_loaded_in_pieces() -> None:
     request.kv_transfer_params = {"moonpool": {"explain": True}}
     assert step.loads
     assert all(load.piece for load in step.loads)
-    assert step.loads[0].block_ids[0][-1] == HALF_BLOCKS  # the last block of the hit
+    assert step.loads[0].block_ids[0][-1] == HIT_BLOCKS  # the last block of the hit
     assert blocks.held()
     assert half.has_pending_work()
     assert half.has_pending_frees()
@@ -289,11 +289,11 @@ def test_a_hit_is_answered_with_nothing_and_loaded_in_pieces() -> None:
     assert blocks.held() == []
     lowest = min(load.block_ids[0][0] for load in step.loads) - 1
     request.num_computed_tokens = lowest * BLOCK_TOKENS
-    assert half.meetings.jump() == [(request, (HALF_BLOCKS - lowest) * BLOCK_TOKENS)]
+    assert half.meetings.jump() == [(request, (HIT_BLOCKS - lowest) * BLOCK_TOKENS)]
     assert pool.released == [PIN]
     answer = half.finished(request)
     assert answer is not None
-    assert answer["moonpool"]["pool_tokens"] == (HALF_BLOCKS - lowest) * BLOCK_TOKENS
+    assert answer["moonpool"]["pool_tokens"] == (HIT_BLOCKS - lowest) * BLOCK_TOKENS
     assert answer["moonpool"]["decision"]["reason"] == BOTH
     stats = half.tally.take()
     assert stats is not None
@@ -329,12 +329,12 @@ def test_what_failed_is_saved_when_it_was_computed() -> None:
     request, step = meet(half, pool)
     ended(half, step, 0)
     request.num_computed_tokens = CHUNK_TOKENS_MIN
-    left = HALF_BLOCKS * BLOCK_TOKENS - CHUNK_TOKENS_MIN
+    left = HIT_BLOCKS * BLOCK_TOKENS - CHUNK_TOKENS_MIN
     cached = Cached(["r"], set(), [None], [CHUNK_TOKENS_MIN])
     later = half.build_step(FakeStep(scheduled_cached_reqs=cached, num_scheduled_tokens={"r": left}))
     (save,) = later.saves
     lowest = min(load.block_ids[0][0] for load in step.loads)
-    assert save.block_ids == (tuple(range(lowest, HALF_BLOCKS + 1)),)
+    assert save.block_ids == (tuple(range(lowest, HIT_BLOCKS + 1)),)
     assert later.loads == ()
 
 
@@ -342,10 +342,10 @@ def test_some_requests_and_engines_never_meet() -> None:
     pool = FakePool()
     half, _ = measured_half(pool)
     half.meetings.enabled = False
-    request = FakeRequest("r", list(range(HALF_BLOCKS * BLOCK_TOKENS + 1)))
+    request = FakeRequest("r", list(range(HIT_BLOCKS * BLOCK_TOKENS + 1)))
     half.arrived(request)
-    pool.answer_prefix(HALF_BLOCKS)
-    assert half.matched_tokens(request, 0) == (HALF_BLOCKS * BLOCK_TOKENS, True)
+    pool.answer_prefix(HIT_BLOCKS)
+    assert half.matched_tokens(request, 0) == (HIT_BLOCKS * BLOCK_TOKENS, True)
     assert half.meetings_refusal() == ""
 
 

@@ -195,9 +195,7 @@ def test_a_preempted_request_begins_again(engines: tuple[Engine, Engine], met: E
     assert_nothing_left(met)
 
 
-def test_without_the_class_or_on_the_switch_all_is_as_ever(
-    engines: tuple[Engine, Engine], met: Engine
-) -> None:
+def test_a_load_that_is_faster_by_far_is_awaited(engines: tuple[Engine, Engine], met: Engine) -> None:
     plain, prompt = engines[0], make_prompt(9_080, TOKENS)
     begin(met, [prompt])
     met.call("measure_loads", per_second=100 * LINK)  # a load that is faster by far
