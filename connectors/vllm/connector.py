@@ -17,6 +17,7 @@ from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.engine_config import EngineConfig, read_engine_config
 from moonpool.connectors.vllm.guard import Guard
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor, unlike_heads
+from moonpool.connectors.vllm.meetings import Meetings
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Step
 from moonpool.connectors.vllm.metrics import ConnectorProm, Stats
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
@@ -426,12 +427,13 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
 
     # Called by the scheduler class (meeting_scheduler.py)
 
-    def allow_meetings(self, refusal: str) -> bool:
+    def allow_meetings(self, refusal: str) -> Meetings | None:
         """The engine runs the scheduler class, and does not allow it to compute the front of a hit while the
-        back is loaded if there is a ``refusal``. Returns whether it is done."""
+        back is loaded if there is a ``refusal``. Returns the meetings, to see whether there is one; None: it
+        is never done."""
         sched = self._sched
         if sched is None:
-            return False
+            return None
         sched.meetings.enabled = not (refusal or sched.meetings_refusal())
         if sched.meetings.enabled:
             self._log.info(
@@ -441,19 +443,19 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
             self._log.warning(
                 "moonpool: the scheduler class is without effect: %s", refusal or sched.meetings_refusal()
             )
-        return sched.meetings.enabled
+        return sched.meetings if sched.meetings.enabled else None
 
     def before_schedule(self) -> list[tuple[Any, int]]:
         """Requests that go on behind what was loaded of them, each with its tokens."""
         sched = self._sched
-        if sched is None or not sched.meetings.busy:
+        if sched is None:
             return []
         return self._guard([], sched.meetings.jump, otherwise=sched.meetings.give_up)
 
     def chunk_tokens(self, request: Any, computed: int, wanted: int) -> int:
         """How many of the ``wanted`` tokens behind ``computed`` ones the next step may compute."""
         sched = self._sched
-        if sched is None or not sched.meetings.busy:
+        if sched is None:
             return wanted
         return self._guard(
             wanted,
@@ -461,13 +463,13 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
             request,
             computed,
             wanted,
-            otherwise=lambda: sched.meetings.drop(request.request_id),
+            otherwise=lambda: sched.meetings.stop(request.request_id),
         )
 
     def tokens_to_place(self, request: Any) -> int:
         """For so many tokens the engine is to make room in the first step of the request; 0: as ever."""
         sched = self._sched
-        if sched is None or not sched.meetings.busy:
+        if sched is None:
             return 0
         return self._guard(0, sched.meetings.tokens_to_place, request)
 

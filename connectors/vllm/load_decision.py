@@ -260,12 +260,15 @@ class LoadDecision:
         self._prefill_probes.measured()
         return True
 
-    def load_took(self, load: LoadTime, *, probe: bool = False) -> None:
+    def load_took(self, load: LoadTime, *, probe: bool = False, piece: bool = False) -> None:
         """A rank's load ended. Bytes that failed count when they took longer than a load that succeeds: an
         error at once costs nothing.
 
         probe: whether it was made as a probe.
+        piece: whether it was a part of a hit of which the rest was computed: no probe is needed then.
         """
+        if piece:
+            self._load_probes.measured()
         if load.notice_s is not None:
             self._notice_s.append(load.notice_s)
         done = load.memory_bytes + load.network_bytes

@@ -37,7 +37,7 @@ def scheduler_class(base: Any) -> Any:
     class MeetingScheduler(base):  # type: ignore[misc] # vLLM's, known when the engine starts
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._meets = False
+            self._meetings: Any = None
             self._moved: dict[str, Any] = {}  # requests that a worker must be given once more
             allow = getattr(self.connector, "allow_meetings", None)
             if allow is None:
@@ -46,13 +46,13 @@ def scheduler_class(base: Any) -> Any:
                     "engine's kv_connector, or stands behind another one"
                 )
                 return
-            self._meets = allow(refusal(self, base))
-            if self._meets:
+            self._meetings = allow(refusal(self, base))
+            if self._meetings is not None:
                 self._allocate_slots = self.kv_cache_manager.allocate_slots
                 self.kv_cache_manager.allocate_slots = self._allocate
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            if self._meets:
+            if self._meetings is not None and self._meetings.busy:
                 for request, tokens in self.connector.before_schedule():
                     count_loaded(request, tokens)
                     if self.use_v2_model_runner:
@@ -66,12 +66,14 @@ def scheduler_class(base: Any) -> Any:
 
         def _reserve_prefill_lookahead(self, request: Any, computed: int, wanted: int) -> int:
             wanted = super()._reserve_prefill_lookahead(request, computed, wanted)
-            if self._meets:
+            if self._meetings is not None and self._meetings.busy:
                 return int(self.connector.chunk_tokens(request, computed, wanted))
             return int(wanted)
 
         def _allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
             """In the first step of a meeting: room for the whole hit, of which only the chunk is named."""
+            if not self._meetings.busy:  # nearly all calls, and each decoding request's in each step
+                return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
             placed = self.connector.tokens_to_place(request)
             computed = request.num_computed_tokens + kwargs.get("num_new_computed_tokens", 0)
             elsewhere = args or kwargs.get("num_external_computed_tokens") or kwargs.get("delay_cache_blocks")

@@ -67,7 +67,8 @@ class Meeting:
     flying: pieces under way.
     claims: whether pieces are claimed; not after one failed.
     step_s, step_tokens: when the last step was planned, and how many tokens of the request it computes.
-    over: whether the request has no more use for it.
+    void: whether what is loaded counts for nothing: the request goes on without the pool.
+    over: whether the request is over, or has other blocks.
     """
 
     request: Request
@@ -83,6 +84,7 @@ class Meeting:
     claims: bool = True
     step_s: float = 0.0
     step_tokens: int = 0
+    void: bool = False
     over: bool = False
 
 
@@ -208,6 +210,7 @@ class Meetings:
             return False
         hit = state.hit
         state.give_up_pin()
+        self.drop(state.request_id)  # of an earlier request of that name
         self._meetings[state.request_id] = Meeting(
             request, state, hit, block_ids, decided[1], request.num_preemptions, end, end
         )
@@ -243,8 +246,20 @@ class Meetings:
         for number, end in ends.items():
             self._ended(number, end)
 
+    def stop(self, request_id: str) -> None:
+        """The request goes on without the pool: what was loaded may belong to weights that are gone. It still
+        waits for pieces under way, which write to its blocks, and computes all of them."""
+        self._decided.pop(request_id, None)
+        meeting = self._meetings.get(request_id)
+        if meeting is None:
+            return
+        meeting.claims, meeting.void = False, True
+        meeting.loaded.clear()
+        if not meeting.flying:
+            self.drop(request_id)
+
     def drop(self, request_id: str) -> None:
-        """The request has no more use for its meeting; pieces under way keep their blocks and the pin."""
+        """The request is over, or has lost its blocks; pieces under way keep theirs and the pin."""
         self._decided.pop(request_id, None)
         meeting = self._meetings.pop(request_id, None)
         if meeting is not None:
@@ -253,12 +268,11 @@ class Meetings:
                 self._release(meeting.hit.pin_id)
 
     def disconnected(self) -> None:
-        """There is no pool any more, and no pin: what was loaded may belong to weights that are gone."""
-        self._decided.clear()
-        meetings, self._meetings = self._meetings, {}
-        for meeting in [*meetings.values(), *(piece.meeting for piece in self._pieces.values())]:
-            meeting.over = True
+        """There is no pool any more, and no pin."""
+        for meeting in [*self._meetings.values(), *(piece.meeting for piece in self._pieces.values())]:
             meeting.hit = Hit(0, 0, b"", b"")
+        for request_id in [*self._decided, *self._meetings]:
+            self.stop(request_id)
 
     # The parts
 
@@ -337,9 +351,13 @@ class Meetings:
         self._tally.add("loads")
         self._tally.add("loaded_tokens", piece.good * self._block_tokens)
         self._tally.add("load_errors", count - piece.good)
-        if meeting.over:
-            if not meeting.flying:
+        if meeting.over or meeting.void:
+            if meeting.flying:
+                return
+            if meeting.over:
                 self._release(meeting.hit.pin_id)
+            else:
+                self.drop(meeting.request.request_id)
             return
         if piece.good:
             meeting.loaded[piece.first] = piece.first + piece.good

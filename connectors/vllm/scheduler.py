@@ -571,7 +571,7 @@ class SchedulerHalf:
                     self._decision.load_took(took, probe=timed is not None and timed.is_probe)
                 for end in report.pieces.values():
                     if end.took is not None:
-                        self._decision.load_took(end.took)
+                        self._decision.load_took(end.took, piece=True)
             if report.pieces:
                 self.meetings.ended(report.pieces)
                 self._free_block_wait.renew()
@@ -603,6 +603,7 @@ class SchedulerHalf:
         self._sessions.pop(request.request_id, None)
         self._adapted.pop(request.request_id, None)
         self._identifiers.pop(request.request_id, None)
+        self.meetings.drop(request.request_id)  # also of one that was forgotten
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return answer or None
@@ -664,6 +665,7 @@ class SchedulerHalf:
         self._identifiers.pop(request_id, None)
         state = self._requests.pop(request_id, None)
         self.saves.forget(request_id)
+        self.meetings.stop(request_id)
         self.handover.forget(request_id)
         if state is not None:
             self._let_go(state)
@@ -707,7 +709,6 @@ class SchedulerHalf:
 
     def _let_go(self, state: RequestState) -> None:
         """The engine has no more use for this state. A load under way keeps its pin until it has ended."""
-        self.meetings.drop(state.request_id)
         self.lookups.abandon(state)
         if state.phase is not Phase.LOADING:
             self.lookups.release(state.give_up_pin())

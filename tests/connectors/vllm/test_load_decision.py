@@ -302,6 +302,16 @@ def test_the_front_is_computed_while_the_back_is_loaded(rate: float, reason: str
         assert pace.ratio == pytest.approx(2 / (1000 / rate + 10))
 
 
+def test_pieces_of_hits_are_measurements_and_need_no_probe() -> None:
+    made, clock = decision(here=500)
+    for _ in range(3 * PROBE_EVERY):
+        choice = made.choose(shares(20))
+        assert made.meet(shares(20), choice)[0].reason == BOTH
+        made.load_took(LoadTime(10 / 500, memory_bytes=10 * BLOCK_BYTES), piece=True)
+        clock.now_s += PROBE_S
+    assert made.choose(shares(20)).reason == SLOWER
+
+
 def test_both_is_left_where_it_gains_nothing() -> None:
     made, _ = decision(here=1000)
     short = BOTH_TOKENS_MIN // TOKENS

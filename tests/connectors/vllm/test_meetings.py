@@ -17,7 +17,7 @@ from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.load_decision import BOTH, LOADS_MIN, STEPS_MIN, Pace
 from moonpool.connectors.vllm.meeting_scheduler import count_loaded, refusal, scheduler_class
 from moonpool.connectors.vllm.meetings import CHUNK_TOKENS_MIN, Meetings
-from moonpool.connectors.vllm.messages import Handshake, Load, LoadTime, PieceEnd, Report, Step
+from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, LoadTime, PieceEnd, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.requests import Chain, Phase, RequestState
 from moonpool.connectors.vllm.requests.state import Hit
@@ -301,26 +301,50 @@ def test_a_hit_is_answered_with_nothing_and_loaded_in_pieces() -> None:
     assert stats.data["met_tokens"] == stats.data["loaded_tokens"]
 
 
-@pytest.mark.parametrize("how", ["finished", "forgotten", "weights", "preempted"])
+@pytest.mark.parametrize("how", ["forgotten", "weights"])
+def test_what_came_of_weights_that_are_gone_counts_for_nothing(how: str) -> None:
+    """Pieces under way write to blocks that are computed, so the request waits for them first."""
+    pool = FakePool()
+    half, blocks = measured_half(pool)
+    request, step = meet(half, pool)
+    early, late = Step(step.loads[:1]), Step(step.loads[1:])
+    assert late.loads
+    ended(half, early)
+    if how == "forgotten":
+        half.forget_everything_stored()
+    else:
+        half._leave()
+    boundary = (min(load.block_ids[0][0] for load in late.loads) - 1) * BLOCK_TOKENS
+    request.num_computed_tokens = boundary
+    assert half.meetings.jump() == []
+    assert half.meetings.chunk_tokens(request, boundary, 500) == 0
+    ended(half, late)
+    assert half.meetings.jump() == []
+    assert half.meetings.chunk_tokens(request, boundary, 500) == 500
+    assert not half.meetings.busy
+    assert blocks.held() == []
+    assert pool.released == ([PIN] if how == "forgotten" else [])
+    assert half.build_step(FakeStep(num_scheduled_tokens={"r": 500})) is NOTHING
+
+
+@pytest.mark.parametrize("how", ["finished", "preempted", "forgotten and finished"])
 def test_a_request_that_ends_leaves_its_pieces_their_blocks(how: str) -> None:
     pool = FakePool()
     half, blocks = measured_half(pool)
     request, step = meet(half, pool)
-    if how == "finished":
-        half.finished(request)
-    elif how == "forgotten":
-        half.forget_everything_stored()
-    elif how == "weights":
-        half._leave()
-    else:
+    if how == "preempted":
         request.num_preemptions = 1
         half.matched_tokens(request, 0)
+    else:
+        if how != "finished":
+            half.forget_everything_stored()
+        half.finished(request)
     assert not half.meetings.busy
     assert blocks.held()
     assert pool.released == []
     ended(half, step)
     assert blocks.held() == []
-    assert pool.released == ([] if how == "weights" else [PIN])
+    assert pool.released == [PIN]
 
 
 def test_what_failed_is_saved_when_it_was_computed() -> None:
@@ -414,9 +438,9 @@ class FakeConnector:
         self.allowed, self.refusals, self.placed = allowed, [""], 0
         self.jumps: list[tuple[Any, int]] = []
 
-    def allow_meetings(self, refusal: str) -> bool:
+    def allow_meetings(self, refusal: str) -> Any:
         self.refusals.append(refusal)
-        return self.allowed
+        return SimpleNamespace(busy=True) if self.allowed else None
 
     def before_schedule(self) -> list[tuple[Any, int]]:
         return self.jumps
