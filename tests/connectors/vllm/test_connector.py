@@ -599,6 +599,28 @@ def test_no_fault_of_a_plan_kills_the_engine(monkeypatch: pytest.MonkeyPatch, al
     assert stats.data["survived_errors"] == (3 if also else 2)
 
 
+@pytest.mark.parametrize("broken", ["jump", "chunk_tokens", "tokens_to_place"])
+def test_no_exception_reaches_the_scheduler_class(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    connector = scheduler(monkeypatch)
+    assert connector._sched is not None
+    meetings, request = connector._sched.meetings, FakeRequest("r", list(range(20)))
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    assert connector.allow_meetings("the engine speculates") is None
+    assert connector.allow_meetings("") is meetings
+    monkeypatch.setattr(meetings, broken, fail)
+    assert connector.before_schedule() == []
+    assert connector.chunk_tokens(request, 0, 17) == 17
+    assert connector.tokens_to_place(request) == 0
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["survived_errors"] == 1
+    worker = Mooncake(config(), WORKER, kv_cache())
+    assert worker.allow_meetings("") is None
+
+
 def saving(connector: Mooncake, pool: FakePool) -> tuple[FakeBlockPool, FakeStep]:
     """(the engine's blocks, a step in which a request fills four of them that are to be saved)."""
     blocks, request = FakeBlockPool(), FakeRequest("r", list(range(18)))

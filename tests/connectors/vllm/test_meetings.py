@@ -318,6 +318,9 @@ def test_what_came_of_weights_that_are_gone_counts_for_nothing(how: str) -> None
     request.num_computed_tokens = boundary
     assert half.meetings.jump() == []
     assert half.meetings.chunk_tokens(request, boundary, 500) == 0
+    request.num_computed_tokens = (early.loads[0].block_ids[0][0] - 1) * BLOCK_TOKENS
+    assert half.meetings.jump() == []  # although that piece has come
+    request.num_computed_tokens = boundary
     ended(half, late)
     assert half.meetings.jump() == []
     assert half.meetings.chunk_tokens(request, boundary, 500) == 500
@@ -352,14 +355,31 @@ def test_what_failed_is_saved_when_it_was_computed() -> None:
     half, _ = measured_half(pool)
     request, step = meet(half, pool)
     ended(half, step, 0)
+    first = Cached(["r"], set(), [None], [CHUNK_TOKENS_MIN])
     request.num_computed_tokens = CHUNK_TOKENS_MIN
-    left = HIT_BLOCKS * BLOCK_TOKENS - CHUNK_TOKENS_MIN
-    cached = Cached(["r"], set(), [None], [CHUNK_TOKENS_MIN])
+    between = FakeStep(scheduled_cached_reqs=first, num_scheduled_tokens={"r": CHUNK_TOKENS_MIN})
+    assert half.build_step(between) is NOTHING  # no more pieces
+    done = request.num_computed_tokens = 2 * CHUNK_TOKENS_MIN
+    left = HIT_BLOCKS * BLOCK_TOKENS - done
+    cached = Cached(["r"], set(), [None], [done])
     later = half.build_step(FakeStep(scheduled_cached_reqs=cached, num_scheduled_tokens={"r": left}))
     (save,) = later.saves
     lowest = min(load.block_ids[0][0] for load in step.loads)
     assert save.block_ids == (tuple(range(lowest, HIT_BLOCKS + 1)),)
     assert later.loads == ()
+
+
+def test_a_preempted_request_goes_behind_nothing_of_its_old_blocks() -> None:
+    bed = Bed()
+    request = bed.begin()
+    loads = bed.plan(request)
+    for load in loads:
+        bed.end(load)
+    request.num_preemptions = 1
+    request.num_computed_tokens = (min(load.block_ids[0][0] for load in loads) - 1) * BLOCK_TOKENS
+    assert bed.meetings.jump() == []
+    assert not bed.meetings.busy
+    assert bed.released == [PIN]
 
 
 def test_some_requests_and_engines_never_meet() -> None:
