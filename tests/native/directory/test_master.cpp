@@ -447,6 +447,30 @@ TEST_CASE("master: of clients that put a key where no node has it one has the ke
     CHECK(master.check_integrity());
 }
 
+TEST_CASE("master: the end of a put that met another one's value leaves that as it is") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.inventory(0);
+    b.inventory(0);
+    b.put(0, 1);
+    OrderedKeys removal = order(master, 10, {1});
+    b.remove(11, 1);
+    (void)end_order(master, 12, {1}, removal.first, {{b.id}});
+    a.applied = removal.first;  // which its beat has yet to say
+    a.put(13, 1);
+    REQUIRE(locate(master, {1})[0].size() == 1);
+    std::vector<std::byte> out;
+    Writer w(out);
+    std::vector<Taken> taken;
+    Version first = master.order(14, hashes_of({1}), b.id, w, &taken);
+    CHECK(taken == std::vector{Taken::kHeld});
+    (void)end_order(master, 15, {1}, first, {{}});
+    CHECK(locate(master, {1})[0].size() == 1);
+    CHECK(master.check_integrity());
+}
+
 TEST_CASE("master: a copy that is told of within a removal is its client's to remove, until the end of it") {
     Master master({}, 0, kFirst);
     Node a{master, "a"}, b{master, "b"};
