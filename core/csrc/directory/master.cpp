@@ -32,6 +32,9 @@ constexpr size_t kAhead = 16;
 // Nodes that have yet to tell their inventory, as many as are told of each removal.
 constexpr size_t kUnsettledMost = 16;
 
+// A row that a node gathers with others is at most so late, and twice the time for which it gathers them.
+constexpr uint64_t kRowLateMs = 200;
+
 }  // namespace
 
 Master::Master(const MasterLimits& limits, uint64_t now_ms, Version first, const Range& range)
@@ -145,6 +148,10 @@ void Master::clear_seat(NodeId id) {
     owing_.erase(id);
     unsettled_.erase(id);
     joining_.erase(id);
+    for (auto placed = placed_.begin(); placed != placed_.end();) {
+        std::erase_if(placed->second, [&](const Placed& p) { return p.node == id; });
+        placed = placed->second.empty() ? placed_.erase(placed) : std::next(placed);
+    }
 }
 
 void Master::disconnected(NodeId id, LinkId link) {
@@ -160,9 +167,9 @@ void Master::left(uint64_t now_ms, NodeId id, LinkId link) {
     ++counters_.nodes_left_total;
 }
 
-// A node that was silent may have copies of which it has yet to tell.
+// A node that was silent may have copies of which it has yet to tell. It counts so until it joins again.
 void Master::hear_again(Seat& seat) {
-    if (!membership_.alive(seat.id)) seat.all_told_at = UINT64_MAX;
+    if (membership_.state(seat.id) == MemberState::kSuspect) seat.all_told_at = UINT64_MAX;
 }
 
 bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Version applied,
@@ -209,7 +216,6 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
             }
         }
         counters_.rows_added_total += directory_.add(row->hash, id, row->tier);
-        if (!placed_.empty()) note_told(id, row->hash);
     }
     if ((flags & kDeltaEnd) != 0) {
         directory_.end_inventory(id);
@@ -288,13 +294,14 @@ void Master::drop(Seat& seat, const Hash128& hash, Version version) {
 
 void Master::apply(Seat& seat, std::optional<Version> applied) {
     if (!applied || *applied == UINT64_MAX || *applied <= seat.applied) return;
-    if (one_of_several_) hear_version(*applied);
+    hear_version(*applied);
     seat.applied = *applied;
     std::erase_if(seat.told, [&](const auto& told) { return told.second <= seat.applied; });
 }
 
 void Master::removals(uint64_t now_ms, NodeId id, LinkId link, Version complete_since,
                       std::span<const Drop> rows) {
+    hear_again(seats_.at(id));
     membership_.heard(now_ms, id, link);
     // A standby hears them from its owner, and one that has taken over knows them all: but for those that
     // nodes had yet to tell the owner, which was new.
@@ -381,27 +388,22 @@ bool Master::is_placed(NodeId id, const Hash128& hash, Version version) const {
            });
 }
 
-void Master::note_told(NodeId id, const Hash128& hash) {
-    auto placed = placed_.find(hash);
-    if (placed == placed_.end()) return;
-    for (Placed& p : placed->second) p.told |= p.node == id;
-}
-
 bool Master::has_row(NodeId id, const Hash128& hash) const {
     bool has = false;
     directory_.find(hash, [&](Holder holder) { has |= holder.node == id; });
     return has;
 }
 
-// A client is told of bytes that a client has put as of a put that is under way until the row has come: it
-// would ask in vain which node has them.
+// Bytes that a client has put count as being put as long as their row may be on its way: an asker would look
+// in vain for the node that has them.
 Taken Master::taken(uint64_t now_ms, const Hash128& hash) {
     if (auto placed = placed_.find(hash); placed != placed_.end()) {
         const Version removed = log_.find(hash).version;
+        const uint64_t row_late_ms = kRowLateMs + 2 * uint64_t{pace_.batch_ms()};
         bool being_put = false;
         for (const Placed& p : placed->second) {
             if (p.version < removed || !seats_.contains(p.node) || !membership_.alive(p.node)) continue;
-            being_put |= !p.here || !p.told;
+            being_put |= !p.here || (now_ms - p.at_ms < row_late_ms && !has_row(p.node, hash));
         }
         if (being_put) return Taken::kBeingPut;
     }
@@ -409,7 +411,7 @@ Taken Master::taken(uint64_t now_ms, const Hash128& hash) {
     if (!found_.empty()) return Taken::kHeld;
     // The log is for what nodes may have that are away. A key that it knows already may be under way to a
     // node that did not say so, or be there, and the node tells of it once more.
-    bool may_be = membership_.suspects() != 0 || !owing_.empty() || filling(now_ms) ||
+    bool may_be = membership_.suspects() != 0 || !owing_.empty() || filling(now_ms) || !unsettled_.empty() ||
                   log_.find(hash).version != kNoVersion;
     return may_be ? Taken::kFree : Taken::kNew;
 }
@@ -515,8 +517,7 @@ void Master::end_order(const Ordered& done, uint64_t now_ms) {
             NodeId node = done.nodes[k];
             if (node == kNoNode) continue;
             if (done.is_told(i, k)) know(seats_.at(node), hash, version);
-            if (done.is_placed(i, k))
-                placed_[hash].push_back(Placed{node, version, now_ms, true, has_row(node, hash)});
+            if (done.is_placed(i, k)) placed_[hash].push_back(Placed{node, version, now_ms, true});
         }
         if (auto placed = placed_.find(hash); placed != placed_.end()) {
             // What was to be put and was not, and what is replaced where the node knows that.

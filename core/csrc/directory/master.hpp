@@ -198,7 +198,6 @@ class Master {
         Version version;
         uint64_t at_ms;
         bool here = false;  // its bytes are
-        bool told = false;  // and the node has told of them
     };
 
     void clear_seat(NodeId id);
@@ -207,7 +206,6 @@ class Master {
     bool knows(const Seat& seat, const Hash128& hash, Version place) const;
     bool is_placing(NodeId id, const Hash128& hash, Version version) const;
     bool is_placed(NodeId id, const Hash128& hash, Version version) const;
-    void note_told(NodeId id, const Hash128& hash);
     bool has_row(NodeId id, const Hash128& hash) const;
     bool spares(const Seat& seat, const Removal& removal) const;
     bool is_open(const Removal& removal) const;

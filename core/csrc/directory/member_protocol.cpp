@@ -151,18 +151,21 @@ Status MemberProtocol::tell_inventory() {
 Status MemberProtocol::tell_changes() {
     rows_.clear();
     link_.told_ms = now_();
+    const Version applied_now = hooks_.applied();  // before the rows: another master's answers move it, too
     // The log overflowed and has lost changes. Only another inventory makes the master's rows exact again;
     // the rows of the former one count until its end.
     if (!log_.take(rows_)) {
         log_.begin_inventory();
-        link_.inventory_applied = rows_applied_;  // the lost rows are among its own
+        // The lost rows are among its own, and so is what the one before it had yet to tell.
+        const Version before = link_.inventory ? link_.inventory_applied : UINT64_MAX;
+        link_.inventory_applied = std::min(before, rows_applied_);
         link_.inventory = true;
         link_.begun = false;
         link_.cursor = 0;
         return success();
     }
     // What was pushed since the log was last taken was pushed when the node was right up to then, at least.
-    Version applied = std::exchange(rows_applied_, hooks_.applied());
+    Version applied = std::exchange(rows_applied_, applied_now);
     return rows_.empty() ? success() : send_rows(rows_, applied, 0, 0);
 }
 
@@ -231,10 +234,11 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
     if (joins) {
         // The log records from before the first piece of the inventory is read; a change that the inventory
         // does not have is therefore in the log.
-        log_.begin_inventory();
         rows_applied_ = hooks_.applied();
-        // An empty node was told of no removal: the master compares what was put since.
-        if (!link_.is_empty) link_.inventory_applied = rows_applied_;
+        log_.begin_inventory();
+        // What the node had is right up to where this answer is. An empty node was told of no removal: the
+        // master compares what was put since.
+        if (!link_.is_empty && upto != kNoVersion) link_.inventory_applied = std::min(rows_applied_, upto);
         link_.joined = link_.inventory = true;
         Version first = link_.versions ? body.number<Version>() : kNoVersion;
         read_pace(body);

@@ -444,6 +444,15 @@ TEST_CASE("master: of clients that put a key where no node has it one has the ke
     CHECK(ask(24, {1}, b).second == std::vector{Taken::kBeingPut});
     master.tick(23 + MasterLimits{}.placed_ms);
     CHECK(ask(24 + MasterLimits{}.placed_ms, {1}, b).second == std::vector{Taken::kFree});
+    // What its node evicts at once is free when no row can be on its way any more.
+    uint64_t now = 25 + MasterLimits{}.placed_ms;
+    auto [third, evicted] = ask(now, {4}, a);
+    CHECK(evicted == std::vector{Taken::kNew});
+    (void)end_order(master, now, {4}, third, {{a.id}}, {{a.id}});
+    a.put(now, 4);
+    a.remove(now, 4);
+    CHECK(ask(now + 1, {4}, b).second == std::vector{Taken::kBeingPut});
+    CHECK(ask(now + 400, {4}, b).second == std::vector{Taken::kNew});
     CHECK(master.check_integrity());
 }
 

@@ -17,8 +17,8 @@ struct Bed {
     explicit Bed(MemberProtocolOptions options = {.identity = {}, .timeout_ms = 700})
         : log(1000, [] {}),
           protocol(std::move(options),
-                   MemberHooks{[](uint64_t& cursor, std::vector<DeltaRow>&) {
-                                   cursor = 0;
+                   MemberHooks{[this](uint64_t& cursor, std::vector<DeltaRow>&) {
+                                   cursor = pieces == 0 ? 0 : pieces--;
                                    return true;
                                },
                                [](NodeLoad&) { return true; },
@@ -137,6 +137,7 @@ struct Bed {
     Version upto = kNoVersion;  // as answers have it
     Version applied = kNoVersion, confirmed = kNoVersion;
     bool is_empty = true;
+    uint64_t pieces = 0;          // of the inventory, before the last
     std::vector<std::byte> last;  // of the frames that it has sent
     std::vector<FrameHeader> sent;
     DeltaLog log;
@@ -232,6 +233,10 @@ TEST_CASE("member protocol: rows are checked up to where the node was when it pu
         bed.upto = 9;
         bed.answer(Kind::kBeat, {}, 0);
         CHECK(bed.applied == 9);
+        bed.pieces = 50;
+        CHECK(bed.inventory_with() == 5);
+        bed.put(30);  // and once more, within that inventory
+        for (uint64_t i = 0; i < 1001; ++i) bed.log.push(Hash128{i, i}, Tier::kDram, true);
         CHECK(bed.inventory_with() == 5);
     }
     SUBCASE("what an empty node puts while it joins") {

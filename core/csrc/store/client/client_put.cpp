@@ -141,7 +141,13 @@ Result<PutReport> Client::put_unique(std::span<const PutItem> items, const PutOp
         how.unique = attempt < kUniqueAttempts;
         how.replace = !how.unique;
         Result<PutReport> put = put_whole(some, how);
-        if (!put) return put;
+        if (!put && (attempt == 1 || !no_answer(put.error()))) return put;
+        if (!put) {  // other keys of the call are stored
+            for (size_t i : left) report.outcomes[i] = PutOutcome::kRefused;
+            report.refusal = put.error().text;
+            report.unanswered = true;
+            return report;
+        }
         std::vector<size_t> again;
         std::vector<std::string_view> held;
         for (size_t k : put->held) held.push_back(some[k].name);
@@ -159,7 +165,15 @@ Result<PutReport> Client::put_unique(std::span<const PutItem> items, const PutOp
         if (!put->refusal.empty()) report.refusal = std::move(put->refusal);
         if (!put->short_of_copies.empty()) report.short_of_copies = std::move(put->short_of_copies);
         left = std::move(again);
-        if (!left.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(unique_wait_ms(attempt)));
+        if (left.empty()) break;
+        const auto wait_ms = static_cast<int>(unique_wait_ms(attempt));
+        if (WaitBudget::within(wait_ms) < wait_ms) {
+            for (size_t i : left) report.outcomes[i] = PutOutcome::kRefused;
+            report.refusal = "the master lists the key at a node that has it no more";
+            break;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(wait_ms));
+        WaitBudget::spent(wait_ms);
     }
     return report;
 }
