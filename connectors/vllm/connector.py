@@ -457,14 +457,12 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
         sched = self._sched
         if sched is None:
             return wanted
-        return self._guard(
-            wanted,
-            sched.meetings.chunk_tokens,
-            request,
-            computed,
-            wanted,
-            otherwise=lambda: sched.meetings.stop(request.request_id),
-        )
+        request_id = request.request_id
+        try:
+            return sched.meetings.chunk_tokens(request, computed, wanted)
+        except Exception:
+            self._guard.survive(None, lambda: sched.meetings.stop(request_id))
+        return 0 if sched.meetings.is_loading(request_id) else wanted  # pieces write to its blocks
 
     def tokens_to_place(self, request: Any) -> int:
         """For so many tokens the engine is to make room in the first step of the request; 0: as ever."""

@@ -134,6 +134,11 @@ class Meetings:
         """Pieces that some rank is not done with."""
         return len(self._pieces)
 
+    def is_loading(self, request_id: str) -> bool:
+        """Whether pieces of the request are under way."""
+        meeting = self._meetings.get(request_id)
+        return meeting is not None and bool(meeting.flying)
+
     def frees_soon(self) -> bool:
         """Whether a block is kept by nothing but a piece."""
         return any(block.ref_cnt == 1 for piece in self._pieces.values() for block in piece.blocks)

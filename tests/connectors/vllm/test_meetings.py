@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from moonpool.connectors.vllm import compat
+from moonpool.connectors.vllm.connector import Mooncake
+from moonpool.connectors.vllm.guard import Guard
 from moonpool.connectors.vllm.load_decision import BOTH, LOADS_MIN, STEPS_MIN, Pace
 from moonpool.connectors.vllm.meeting_scheduler import count_loaded, refusal, scheduler_class
 from moonpool.connectors.vllm.meetings import CHUNK_TOKENS_MIN, Meetings
@@ -233,6 +235,36 @@ def test_a_step_that_could_not_be_planned_ends_its_pieces() -> None:
     assert bed.plan(request) == []
     bed.schedule(request)  # nothing is in the way any more
     assert bed.scheduled == request.num_tokens - request.num_computed_tokens
+    assert bed.released == [PIN]
+
+
+# Over them, what the scheduler class calls
+
+
+def connector_over(bed: Bed) -> Mooncake:
+    connector = Mooncake.__new__(Mooncake)
+    connector._guard = Guard(logging.getLogger(), lambda: bed.tally)
+    connector._sched = SimpleNamespace(meetings=bed.meetings)
+    return connector
+
+
+def fail(*args: Any, **named: Any) -> Any:
+    raise RuntimeError("unexpected")
+
+
+def test_after_an_error_nothing_is_computed_into_blocks_that_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bed = Bed()
+    request = bed.begin()
+    loads = bed.plan(request)
+    monkeypatch.setattr(bed.meetings, "chunk_tokens", fail)
+    connector = connector_over(bed)
+    for load in loads:
+        assert connector.chunk_tokens(request, request.num_computed_tokens, 9999) == 0
+        bed.end(load)
+    assert connector.chunk_tokens(request, request.num_computed_tokens, 9999) == 9999
+    assert not bed.meetings.busy
     assert bed.released == [PIN]
 
 
