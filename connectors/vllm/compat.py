@@ -112,6 +112,14 @@ def new_request_data(scheduler: Any, request: Any, block_ids: tuple[list[int], .
     )
 
 
+def count_loaded(request: Any, tokens: int) -> None:
+    """In vLLM's own counts these tokens of the request came from a connector, as with any load."""
+    stats = getattr(request, "prefill_stats", None)
+    if stats is not None and request.num_preemptions == 0:
+        external = stats.num_external_cached_tokens + tokens
+        stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, external)
+
+
 def recompute_failed_loads(vllm_config: Any) -> None:
     """Makes kv_load_failure_policy "recompute", whatever it was: vLLM's scheduler reads it after it made its
     connector."""

@@ -446,11 +446,15 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
         return sched.meetings if sched.meetings.enabled else None
 
     def before_schedule(self) -> list[tuple[Any, int]]:
-        """Requests that go on behind what was loaded of them, each with its tokens."""
+        """Requests that go on behind what was loaded of them, each with its tokens, which are counted."""
         sched = self._sched
         if sched is None:
             return []
-        return self._guard([], sched.meetings.jump, otherwise=sched.meetings.give_up)
+        self._guard(None, sched.meetings.jump, otherwise=sched.meetings.stop_all)
+        moved = sched.meetings.take_moved()
+        for request, tokens in moved:
+            self._guard(None, compat.count_loaded, request, tokens)
+        return moved
 
     def chunk_tokens(self, request: Any, computed: int, wanted: int) -> int:
         """How many of the ``wanted`` tokens behind ``computed`` ones the next step may compute."""

@@ -53,8 +53,7 @@ def scheduler_class(base: Any) -> Any:
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             if self._meetings is not None and self._meetings.busy:
-                for request, tokens in self.connector.before_schedule():
-                    count_loaded(request, tokens)
+                for request, _ in self.connector.before_schedule():
                     if self.use_v2_model_runner:
                         self._moved[request.request_id] = request
             return super().schedule(*args, **kwargs)
@@ -133,11 +132,3 @@ def give_again(scheduler: Any, output: Any, moved: dict[str, Any]) -> None:
             del moved[request_id]
         elif scheduler.requests.get(request_id) is not request or request.status.name != "RUNNING":
             del moved[request_id]
-
-
-def count_loaded(request: Any, tokens: int) -> None:
-    """In vLLM's own counts these tokens of the request came from a connector, as with any load."""
-    stats = getattr(request, "prefill_stats", None)
-    if stats is not None and request.num_preemptions == 0:
-        external = stats.num_external_cached_tokens + tokens
-        stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, external)

@@ -119,6 +119,7 @@ class Meetings:
         self._pieces: dict[int, Piece] = {}
         self._next_piece = 1
         self._planned: list[Load] = []
+        self._moved: list[tuple[Request, int]] = []
 
     def bind(self, blocks: BlockPool) -> None:
         """The engine's blocks, to hold those that are loaded."""
@@ -149,9 +150,8 @@ class Meetings:
         """The front of the state's hit is to be computed while its back is loaded."""
         self._decided[state.request_id] = (state, pace)
 
-    def jump(self) -> list[tuple[Request, int]]:
-        """Moves requests whose front has reached loaded blocks behind them. Returns each with its tokens."""
-        jumped = []
+    def jump(self) -> None:
+        """Moves requests whose front has reached loaded blocks behind them."""
         for meeting in list(self._meetings.values()):
             request = meeting.request
             if request.num_preemptions != meeting.preemptions:
@@ -159,14 +159,19 @@ class Meetings:
                 continue
             if tokens := self._blocks_ahead(meeting) * self._block_tokens:
                 request.num_computed_tokens += tokens
+                self._moved.append((request, tokens))
                 self._tally.add("met_tokens", tokens)
                 if meeting.state.preemptions == 0:
                     meeting.state.pool_tokens += tokens
-                jumped.append((request, tokens))
             ended = request.num_computed_tokens >= meeting.end * self._block_tokens
             if ended or not (meeting.claims or meeting.loaded or meeting.flying):
                 self.drop(request.request_id)
-        return jumped
+
+    def take_moved(self) -> list[tuple[Request, int]]:
+        """The requests that were moved since the last call, each with its tokens: also those that were before
+        an error, of which the workers must hear."""
+        moved, self._moved = self._moved, []
+        return moved
 
     def _blocks_ahead(self, meeting: Meeting) -> int:
         """How many blocks are loaded right at the front, which may use them now."""
@@ -246,6 +251,11 @@ class Meetings:
         for load in planned:
             self._ended(load.piece, PieceEnd(self._workers, 0))
 
+    def stop_all(self) -> None:
+        """Nothing is known of the meetings after an error: their requests go on without the pool."""
+        for request_id in [*self._decided, *self._meetings]:
+            self.stop(request_id)
+
     def ended(self, ends: Mapping[int, PieceEnd]) -> None:
         """The workers reported the ends of these pieces, each for some ranks."""
         for number, end in ends.items():
@@ -276,8 +286,7 @@ class Meetings:
         """There is no pool any more, and no pin."""
         for meeting in [*self._meetings.values(), *(piece.meeting for piece in self._pieces.values())]:
             meeting.hit = Hit(0, 0, b"", b"")
-        for request_id in [*self._decided, *self._meetings]:
-            self.stop(request_id)
+        self.stop_all()
 
     # The parts
 

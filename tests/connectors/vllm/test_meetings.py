@@ -17,7 +17,7 @@ from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.connector import Mooncake
 from moonpool.connectors.vllm.guard import Guard
 from moonpool.connectors.vllm.load_decision import BOTH, LOADS_MIN, STEPS_MIN, Pace
-from moonpool.connectors.vllm.meeting_scheduler import count_loaded, refusal, scheduler_class
+from moonpool.connectors.vllm.meeting_scheduler import refusal, scheduler_class
 from moonpool.connectors.vllm.meetings import CHUNK_TOKENS_MIN, Meetings
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, LoadTime, PieceEnd, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
@@ -268,6 +268,35 @@ def test_after_an_error_nothing_is_computed_into_blocks_that_are_loaded(
     assert bed.released == [PIN]
 
 
+def test_an_error_behind_a_move_loses_no_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moved is told, although its count or another meeting failed; and no request waits for ever."""
+    bed = Bed()
+    requests = [bed.begin(name) for name in ("moves", "breaks", "behind")]
+    moves, breaks, behind = requests
+    loads = {one.request_id: bed.plan(one) for one in requests}
+    for load in [*loads["moves"], *loads["behind"]]:
+        bed.end(load)
+    lowest = min(load.block_ids[0][0] for load in loads["moves"]) - 1
+    for one in requests:
+        one.num_computed_tokens = lowest * BLOCK_TOKENS
+    monkeypatch.setattr(compat, "count_loaded", fail)
+    monkeypatch.setattr(
+        bed.meetings,
+        "_blocks_ahead",
+        lambda meeting: (
+            fail() if meeting.request is breaks else Meetings._blocks_ahead(bed.meetings, meeting)
+        ),
+    )
+    connector = connector_over(bed)
+    assert connector.before_schedule() == [(moves, (HIT_BLOCKS - lowest) * BLOCK_TOKENS)]
+    assert connector.before_schedule() == []
+    assert connector.chunk_tokens(behind, behind.num_computed_tokens, 9999) == 9999
+    for load in loads["breaks"]:
+        bed.end(load)
+    assert connector.chunk_tokens(breaks, breaks.num_computed_tokens, 9999) == 9999
+    assert not bed.meetings.busy
+
+
 # In the scheduler's half
 
 
@@ -321,7 +350,8 @@ def test_a_hit_is_answered_with_nothing_and_loaded_in_pieces() -> None:
     assert blocks.held() == []
     lowest = min(load.block_ids[0][0] for load in step.loads) - 1
     request.num_computed_tokens = lowest * BLOCK_TOKENS
-    assert half.meetings.jump() == [(request, (HIT_BLOCKS - lowest) * BLOCK_TOKENS)]
+    half.meetings.jump()
+    assert half.meetings.take_moved() == [(request, (HIT_BLOCKS - lowest) * BLOCK_TOKENS)]
     assert pool.released == [PIN]
     answer = half.finished(request)
     assert answer is not None
@@ -348,13 +378,16 @@ def test_what_came_of_weights_that_are_gone_counts_for_nothing(how: str) -> None
         half._leave()
     boundary = (min(load.block_ids[0][0] for load in late.loads) - 1) * BLOCK_TOKENS
     request.num_computed_tokens = boundary
-    assert half.meetings.jump() == []
+    half.meetings.jump()
+    assert half.meetings.take_moved() == []
     assert half.meetings.chunk_tokens(request, boundary, 500) == 0
     request.num_computed_tokens = (early.loads[0].block_ids[0][0] - 1) * BLOCK_TOKENS
-    assert half.meetings.jump() == []  # although that piece has come
+    half.meetings.jump()
+    assert half.meetings.take_moved() == []  # although that piece has come
     request.num_computed_tokens = boundary
     ended(half, late)
-    assert half.meetings.jump() == []
+    half.meetings.jump()
+    assert half.meetings.take_moved() == []
     assert half.meetings.chunk_tokens(request, boundary, 500) == 500
     assert not half.meetings.busy
     assert blocks.held() == []
@@ -409,7 +442,8 @@ def test_a_preempted_request_goes_behind_nothing_of_its_old_blocks() -> None:
         bed.end(load)
     request.num_preemptions = 1
     request.num_computed_tokens = (min(load.block_ids[0][0] for load in loads) - 1) * BLOCK_TOKENS
-    assert bed.meetings.jump() == []
+    bed.meetings.jump()
+    assert bed.meetings.take_moved() == []
     assert not bed.meetings.busy
     assert bed.released == [PIN]
 
@@ -608,7 +642,7 @@ def cached(*names: str) -> SimpleNamespace:
 
 def test_vllm_counts_what_was_loaded() -> None:
     request: Any = FakeRequest("r", list(range(100)))
-    count_loaded(request, 5)  # a vLLM without such counts
+    compat.count_loaded(request, 5)  # a vLLM without such counts
     told: list[int] = []
     request.prefill_stats = SimpleNamespace(
         num_prompt_tokens=100,
@@ -616,5 +650,5 @@ def test_vllm_counts_what_was_loaded() -> None:
         num_external_cached_tokens=4,
         set=lambda *counts: told.extend(counts),
     )
-    count_loaded(request, 5)
+    compat.count_loaded(request, 5)
     assert told == [100, 3, 9]
