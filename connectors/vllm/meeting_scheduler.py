@@ -111,8 +111,11 @@ def give_again(scheduler: Any, output: Any, moved: dict[str, Any]) -> None:
     """Requests that were moved are new ones in the step that schedules them next, with all of their blocks
     and the number of tokens that are computed.
 
-    moved: by their ids; those that are given again, or are over, are taken out.
+    moved: by their ids; those that are given again, or are over, are taken out. So is what vLLM itself gives
+    again: a request that was preempted after it had been moved.
     """
+    for new in output.scheduled_new_reqs:
+        moved.pop(new.req_id, None)
     cached = output.scheduled_cached_reqs
     for request_id, request in list(moved.items()):
         if request_id in cached.req_ids:

@@ -628,6 +628,24 @@ def test_a_moved_request_is_given_again_once(monkeypatch: pytest.MonkeyPatch) ->
     assert again.scheduled_new_reqs == []
 
 
+def test_a_moved_request_that_was_preempted_is_given_by_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "new_request_data", lambda _scheduler, one, ids: New(one.request_id, ids, 64))
+    connector = FakeConnector()
+    scheduler = scheduler_class(FakeScheduler)(connector)
+    moved = FakeRequest("moved", list(range(100)))
+    scheduler.requests, scheduler.use_v2_model_runner = {"moved": moved}, True
+    connector.jumps = [(moved, 64)]
+    scheduler.schedule()
+    resumed = New("moved", ([7],), 0)
+    output = SimpleNamespace(scheduled_cached_reqs=cached(), scheduled_new_reqs=[resumed])
+    scheduler._build_kv_connector_meta(connector, output)
+    later = SimpleNamespace(scheduled_cached_reqs=cached("moved"), scheduled_new_reqs=[])
+    scheduler._build_kv_connector_meta(connector, later)
+    assert output.scheduled_new_reqs == [resumed]
+    assert later.scheduled_new_reqs == []
+    assert vars(later.scheduled_cached_reqs) == vars(cached("moved"))
+
+
 def cached(*names: str) -> SimpleNamespace:
     """CachedRequestData; new_token_ids are for pipelines only."""
     count = len(names)
