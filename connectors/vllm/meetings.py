@@ -236,7 +236,8 @@ class Meetings:
             elif meeting.claims:
                 tokens = output.num_scheduled_tokens.get(meeting.request.request_id, 0)
                 self._time_step(meeting, tokens)
-                self._claim(meeting, tokens)
+                if output.total_num_scheduled_tokens:  # else it may be paused, and that waits for pieces
+                    self._claim(meeting, tokens)
         return self._planned
 
     def told(self) -> None:

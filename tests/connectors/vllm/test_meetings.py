@@ -225,6 +225,22 @@ def test_without_room_for_the_hit_there_is_no_meeting() -> None:
     assert bed.meetings.tokens_to_place(request) == 0
 
 
+def test_a_pause_waits_only_for_pieces_under_way() -> None:
+    """A paused engine steps without tokens until no work is left."""
+    bed = Bed()
+    request = bed.begin()
+    loads = bed.plan(request)
+    bed.scheduled = 0
+    for load in loads:
+        assert bed.plan(request) == []
+        bed.end(load)
+    assert bed.plan(request) == []
+    assert bed.meetings.under_way == 0
+    assert bed.meetings.busy
+    others = FakeStep(num_scheduled_tokens={"other": 5})
+    assert bed.meetings.plan(others)  # only the request itself found no room in the step
+
+
 def test_a_step_that_could_not_be_planned_ends_its_pieces() -> None:
     bed = Bed(workers=2)
     request = bed.begin()
