@@ -399,6 +399,7 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
         def fail() -> None:
             if num_external_tokens:
                 sched.fail_load(request.request_id, blocks, num_external_tokens)
+            sched.meetings.stop(request.request_id)
 
         self._guard(None, sched.admitted, request, blocks, num_external_tokens, otherwise=fail)
 
@@ -474,6 +475,10 @@ class Mooncake(WeightHooks, compat.ConnectorBase, compat.SupportsHMA):
         if sched is None:
             return 0
         return self._guard(0, sched.meetings.tokens_to_place, request)
+
+    def waits_for_room(self, request: Any) -> bool:
+        """Whether the request, for whose hit there is no room yet, waits for it; else it computes the hit."""
+        return self._sched is not None and self._guard(False, self._sched.meetings.waits_for_room, request)
 
     def take_events(self) -> tuple[()]:
         """No KV cache events. vLLM asks when it has the output of a step, which ends the step's time."""

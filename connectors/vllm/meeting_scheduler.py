@@ -70,7 +70,8 @@ def scheduler_class(base: Any) -> Any:
             return int(wanted)
 
         def _allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            """In the first step of a meeting: room for the whole hit, of which only the chunk is named."""
+            """In the first step of a meeting: room for the whole hit, of which only the chunk is named.
+            Without that room the request waits, as it would for a load, or computes the hit."""
             if not self._meetings.busy:  # nearly all calls, and each decoding request's in each step
                 return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
             placed = self.connector.tokens_to_place(request)
@@ -84,6 +85,8 @@ def scheduler_class(base: Any) -> Any:
                         request, min(computed + num_new_tokens, request.num_tokens)
                     )
                     return blocks
+                if self.connector.waits_for_room(request):
+                    return None
             return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
 
     return MeetingScheduler

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moonpool.connectors.vllm.engine_types import Block, BlockPool, Blocks, Request, SchedulerOutput
 from moonpool.connectors.vllm.group_blocks import by_part
-from moonpool.connectors.vllm.load_decision import Pace
+from moonpool.connectors.vllm.load_decision import BOTH, SLOWER, Pace
 from moonpool.connectors.vllm.messages import Load, PieceEnd
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.requests import Phase, RequestState
@@ -206,9 +206,16 @@ class Meetings:
         decided = self._decided.get(request.request_id)
         return 0 if decided is None else self._end(decided[0], request) * self._block_tokens
 
+    def waits_for_room(self, request: Request) -> bool:
+        """Whether the request waits until there is room for its hit: where loading all of it is predicted to
+        be faster than computing it."""
+        decided = self._decided.get(request.request_id)
+        choice = None if decided is None else decided[0].choice
+        return choice is not None and choice.load_s < choice.compute_s
+
     def begin(self, state: RequestState, request: Request, blocks: Blocks) -> bool:
         """Room was made for the request. Returns whether a meeting begins, which then owns the state's
-        pin."""
+        pin; a hit for which it was decided, and does not begin, is computed."""
         decided = self._decided.pop(state.request_id, None)
         if decided is None or state.hit is None or state.phase is not Phase.HIT:
             return False
@@ -217,7 +224,12 @@ class Meetings:
             len(ids) // (self._splits[group] if self._splits else 1) for group, ids in enumerate(block_ids)
         )
         if placed < end:
+            self._tally.add(f"load_decisions_{SLOWER}")
+            if state.choice is not None:
+                self._tally.add("declined_tokens", state.choice.blocks * self._block_tokens)
+                state.choice = replace(state.choice, reason=SLOWER, blocks=0, both_s=0.0)
             return False
+        self._tally.add(f"load_decisions_{BOTH}")
         hit = state.hit
         state.give_up_pin()
         self.drop(state.request_id)  # of an earlier request of that name

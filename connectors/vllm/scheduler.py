@@ -738,7 +738,8 @@ class SchedulerHalf:
         awaited = 0 if choice.reason == BOTH else choice.blocks
         state.choice, state.load_until = choice, first + awaited
         self.tally.add("declined_tokens", (blocks - choice.blocks) * block_tokens)
-        self.tally.add(f"load_decisions_{choice.reason}")
+        if choice.reason != BOTH:  # counted when the meeting begins
+            self.tally.add(f"load_decisions_{choice.reason}")
         return awaited * block_tokens
 
     def _shares(self, state: RequestState, first: int, blocks: int) -> Shares:

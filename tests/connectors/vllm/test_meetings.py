@@ -16,7 +16,7 @@ import pytest
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.connector import Mooncake
 from moonpool.connectors.vllm.guard import Guard
-from moonpool.connectors.vllm.load_decision import BOTH, LOADS_MIN, STEPS_MIN, Pace
+from moonpool.connectors.vllm.load_decision import BOTH, LOADS_MIN, SLOWER, STEPS_MIN, Choice, Pace
 from moonpool.connectors.vllm.meeting_scheduler import refusal, scheduler_class
 from moonpool.connectors.vllm.meetings import CHUNK_TOKENS_MIN, Meetings
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, LoadTime, PieceEnd, Report, Step
@@ -217,12 +217,33 @@ def test_without_room_for_the_hit_there_is_no_meeting() -> None:
     request = FakeRequest("r", list(range(HIT_BLOCKS * BLOCK_TOKENS + 1)))
     state = RequestState("r", Chain(BLOCK_TOKENS, b"", b"", digest), phase=Phase.HIT)
     state.hit = Hit(HIT_BLOCKS, PIN, LIFE, b"")
+    state.choice = Choice(HIT_BLOCKS - 10, BOTH, 3.0, 2.0, 1.0)
     bed.meetings.decide(state, Pace(1.0, 1.0))
+    assert not bed.meetings.waits_for_room(request)
     assert not bed.meetings.begin(state, request, FakeBlocks((list(range(HIT_BLOCKS - 1)),)))
     assert state.hit is not None
     assert not bed.meetings.busy
     assert bed.meetings.chunk_tokens(request, 0, 999) == 999
     assert bed.meetings.tokens_to_place(request) == 0
+    assert state.choice == Choice(0, SLOWER, 3.0, 2.0)
+    stats = bed.tally.take()
+    assert stats is not None
+    assert stats.data["load_decisions_load_slower"] == 1
+    assert stats.data["declined_tokens"] == (HIT_BLOCKS - 10) * BLOCK_TOKENS
+    assert "load_decisions_both" not in stats.data
+
+
+def test_a_hit_waits_for_room_where_its_load_is_faster() -> None:
+    bed = Bed()
+    request = FakeRequest("r", list(range(HIT_BLOCKS * BLOCK_TOKENS + 1)))
+    state = RequestState("r", Chain(BLOCK_TOKENS, b"", b"", digest), phase=Phase.HIT)
+    state.hit = Hit(HIT_BLOCKS, PIN, LIFE, b"")
+    state.choice = Choice(HIT_BLOCKS - 10, BOTH, 2.0, 3.0, 1.0)
+    assert not bed.meetings.waits_for_room(request)  # not decided
+    bed.meetings.decide(state, Pace(1.0, 1.0))
+    assert connector_over(bed).waits_for_room(request)
+    bed.meetings.drop("r")
+    assert not bed.meetings.waits_for_room(request)
 
 
 def test_a_pause_waits_only_for_pieces_under_way() -> None:
@@ -539,6 +560,7 @@ class FakeConnector:
     def __init__(self, allowed: bool = True) -> None:
         self.allowed, self.refusals, self.placed = allowed, [""], 0
         self.jumps: list[tuple[Any, int]] = []
+        self.waits = False
 
     def allow_meetings(self, refusal: str) -> Any:
         self.refusals.append(refusal)
@@ -552,6 +574,9 @@ class FakeConnector:
 
     def tokens_to_place(self, request: Any) -> int:
         return self.placed
+
+    def waits_for_room(self, request: Any) -> bool:
+        return self.waits
 
 
 class FakeScheduler:
@@ -584,6 +609,8 @@ def test_the_class_makes_room_for_the_hit_and_names_only_the_chunk() -> None:
     assert (manager.allocated, manager.cached) == ([(850, True)], [150])
     manager.free = 500
     assert manager.allocate_slots(request, 100, num_new_computed_tokens=50) == [100]  # no room: as ever
+    connector.waits = True
+    assert manager.allocate_slots(request, 100, num_new_computed_tokens=50) is None
     connector.placed = 0
     assert manager.allocate_slots(request, 100) == [100]
     assert manager.allocated[1:] == [(100, False)] * 2
