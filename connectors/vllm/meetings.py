@@ -11,7 +11,8 @@ the request is moved behind it (``jump``), as if the engine had computed it. A p
 the front again, which computes it.
 
 How much is claimed: what the loads take during two steps, and at most the share of the rest that they are
-predicted to load in the time in which the front computes the other share.
+predicted to load in the time in which the front computes the other share. Hits that are loaded at the same
+time share the link: each counts on an equal part of it.
 
 Pieces hold their blocks by a reference each, as saves do, so requests may end or be preempted at any time.
 The pin of the hit is given up when the meeting is over and no piece reads it. All methods run on the
@@ -188,7 +189,7 @@ class Meetings:
         if request_id in self._decided:
             state, pace = self._decided[request_id]
             front = computed // size
-            chunk = self._chunk(self._end(state, request) - front, pace)
+            chunk = self._chunk(self._end(state, request) - front, self._ratio(pace))
             return min(wanted, max((front + chunk) * size - computed, 1))
         meeting = self._meetings.get(request_id)
         if meeting is None or request.num_preemptions != meeting.preemptions:
@@ -198,7 +199,9 @@ class Meetings:
         limit = min((first for first in (*pieces, *meeting.loaded) if first >= front), default=None)
         if limit is None:
             return wanted
-        chunk = self._chunk(limit - front, meeting.pace) if meeting.claims else limit - front
+        chunk = limit - front
+        if meeting.claims:
+            chunk = self._chunk(chunk, self._ratio(meeting.pace, meeting))
         return max(min(wanted, min(front + chunk, limit) * size - computed), 0)
 
     def tokens_to_place(self, request: Request) -> int:
@@ -309,9 +312,15 @@ class Meetings:
             0 if state.hit is None else min(state.hit.blocks, (request.num_tokens - 1) // self._block_tokens)
         )
 
-    def _chunk(self, gap: int, pace: Pace) -> int:
+    def _ratio(self, pace: Pace, meeting: Meeting | None = None) -> float:
+        """Blocks of the meeting, or of one that is decided, that are loaded in the time in which one is
+        computed, at ``pace`` and with its part of the link."""
+        others = {id(piece.meeting) for piece in self._pieces.values() if piece.meeting is not meeting}
+        return pace.ratio / (1 + len(others))
+
+    def _chunk(self, gap: int, ratio: float) -> int:
         """Blocks of the next chunk when so many lie between the front and the back."""
-        return max(math.ceil(gap / (1 + pace.ratio) / CHUNKS), self._chunk_min)
+        return max(math.ceil(gap / (1 + ratio) / CHUNKS), self._chunk_min)
 
     def _time_step(self, meeting: Meeting, tokens: int) -> None:
         """From one plan to the next it is one step, also where the next is planned before the last ended."""
@@ -325,12 +334,12 @@ class Meetings:
         gap = meeting.low - front
         if gap <= 0:
             return
-        ratio, chunk = meeting.pace.ratio, tokens / self._block_tokens
+        ratio, chunk = self._ratio(meeting.pace, meeting), tokens / self._block_tokens
         flying = sum(self._pieces[number].last - self._pieces[number].first for number in meeting.flying)
         # With x blocks still to be computed behind this chunk, loads take (x + chunk) * ratio until then.
         rest = max((gap + flying - chunk * ratio) / (1 + ratio), 0.0)
         share = (rest + chunk) * ratio
-        ahead = STEPS_AHEAD * max(chunk, self._chunk(gap, meeting.pace)) * ratio
+        ahead = STEPS_AHEAD * max(chunk, self._chunk(gap, ratio)) * ratio
         claimed = min(round(min(share, ahead)) - flying, gap)
         if claimed <= 0 and not flying:
             claimed = 1

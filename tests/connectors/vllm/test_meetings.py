@@ -192,6 +192,37 @@ def test_they_meet_where_both_have_taken_as_long(ratio: float) -> None:
     assert bed.clock.now_s - 100.0 <= 1.15 * best_s
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+def test_hits_that_are_loaded_at_once_share_the_link(ratio: float) -> None:
+    """Two at once, whose steps compute a chunk of each, on one link. If each counted on all of the link, they
+    would claim more than it carries, and wait."""
+    bed = Bed()
+    requests, chunks = [], {}
+    for name in ("one", "other"):
+        requests.append(bed.begin(name, ratio=ratio))
+        chunks[name] = bed.scheduled
+    link_s, flying = bed.clock.now_s, []
+    while bed.meetings.busy:
+        step = FakeStep(num_scheduled_tokens={name: tokens for name, tokens in chunks.items() if tokens})
+        for load in bed.meetings.plan(step):
+            link_s = max(link_s, bed.clock.now_s) + load.blocks / ratio
+            flying.append((link_s, load))
+        bed.meetings.told()
+        bed.clock.now_s += sum(chunks.values()) / BLOCK_TOKENS or 1.0
+        for ended_s, load in [one for one in flying if one[0] <= bed.clock.now_s]:
+            flying.remove((ended_s, load))
+            bed.end(load, seconds=load.blocks / ratio)
+        for request in requests:
+            request.num_computed_tokens += chunks[request.request_id]
+        bed.meetings.jump()
+        for request in requests:
+            done = request.num_computed_tokens
+            left = HIT_BLOCKS * BLOCK_TOKENS - done
+            chunks[request.request_id] = bed.meetings.chunk_tokens(request, done, left) if left else 0
+    best_s = 2 * HIT_BLOCKS / (1 + ratio)
+    assert bed.clock.now_s - 100.0 <= 1.06 * best_s
+
+
 def test_a_front_that_reached_a_piece_waits_and_a_failed_one_is_computed() -> None:
     bed = Bed()
     request = bed.begin(blocks=4 * CHUNK)
