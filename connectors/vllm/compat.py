@@ -94,7 +94,14 @@ def snapshots_of(output: Any, request_id: str) -> dict[int, dict[int, int]]:
 
 def scheduler_base(vllm_config: Any) -> Any:
     """vLLM's own scheduler class for this configuration."""
-    if vllm_config.scheduler_config.async_scheduling:
+    ahead = vllm_config.scheduler_config.async_scheduling
+    if getattr(vllm_config, "diffusion_config", None) is not None:  # a vLLM that has it has these classes
+        from vllm.v1.core.sched import diffusion_scheduler
+
+        return (
+            diffusion_scheduler.DiffusionAsyncScheduler if ahead else diffusion_scheduler.DiffusionScheduler
+        )
+    if ahead:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
         return AsyncScheduler

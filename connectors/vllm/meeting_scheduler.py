@@ -97,6 +97,8 @@ def refusal(scheduler: Any, base: Any) -> str:
     parallel = scheduler.parallel_config
     if missing := [name for name in HOOKS if not hasattr(base, name)]:
         return f"this vLLM's scheduler has no {missing[0]}"
+    if getattr(scheduler.vllm_config, "diffusion_config", None) is not None:
+        return "its model is a diffusion model"
     if scheduler.vllm_config.speculative_config is not None:
         return "the engine speculates"
     if parallel.pipeline_parallel_size > 1:

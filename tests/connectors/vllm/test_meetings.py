@@ -6,9 +6,10 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -666,6 +667,7 @@ def test_an_engine_without_our_connector_is_as_ever(caplog: pytest.LogCaptureFix
     [
         ({}, ""),
         ({"vllm_config": SimpleNamespace(speculative_config=object())}, "speculates"),
+        ({"vllm_config": SimpleNamespace(speculative_config=None, diffusion_config=object())}, "diffusion"),
         ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline"),
         ({"pcp_world_size": 2}, "context"),
         ({"needs_kv_cache_zeroing": True}, "zeroed"),
@@ -679,6 +681,39 @@ def test_which_engines_are_refused(changes: dict[str, Any], why: str) -> None:
     assert why in found
     assert bool(why) == bool(found)
     assert "_reserve_prefill_lookahead" in refusal(scheduler, type("Older", (), {"schedule": None}))
+
+
+@pytest.mark.parametrize(
+    ("diffusion", "ahead", "chosen"),
+    [
+        (None, False, "Scheduler"),
+        (None, True, "AsyncScheduler"),
+        (object(), False, "DiffusionScheduler"),
+        (object(), True, "DiffusionAsyncScheduler"),
+    ],
+)
+def test_which_of_the_classes_of_vllm_is_extended(
+    monkeypatch: pytest.MonkeyPatch, diffusion: object, ahead: bool, chosen: str
+) -> None:
+    """That which vLLM chooses itself (VllmConfig)."""
+    package: Any = ModuleType("vllm.v1.core.sched")
+    for module, *names in (
+        ("scheduler", "Scheduler"),
+        ("async_scheduler", "AsyncScheduler"),
+        ("diffusion_scheduler", "DiffusionScheduler", "DiffusionAsyncScheduler"),
+    ):
+        vllm_module = ModuleType(f"{package.__name__}.{module}")
+        for name in names:
+            setattr(vllm_module, name, name)
+        setattr(package, module, vllm_module)
+        monkeypatch.setitem(sys.modules, vllm_module.__name__, vllm_module)
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=ahead), diffusion_config=diffusion
+    )
+    assert compat.scheduler_base(config) == chosen
+    del config.diffusion_config  # an older vLLM
+    assert compat.scheduler_base(config) == ("AsyncScheduler" if ahead else "Scheduler")
 
 
 def test_a_moved_request_is_given_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
