@@ -96,20 +96,20 @@ class Meetings:
         self,
         *,
         block_tokens: int,
-        splits: Sequence[int],
         workers: int,
         tally: Tally,
         release: Callable[[int], None],
         save_again: Callable[[RequestState, Request], None],
         clock: Callable[[], float],
     ) -> None:
-        """splits: of each KV cache group the parts of a block.
+        """All KV cache groups have blocks of ``block_tokens``: a model with others has no meetings.
+
         release: gives up a pin.
         save_again: called when blocks of a hit did not come: those from ``state.saved`` on are saved when the
             engine has computed them.
         clock: seconds, monotonic.
         """
-        self._block_tokens, self._splits, self._workers = block_tokens, splits, workers
+        self._block_tokens, self._workers = block_tokens, workers
         self._chunk_min = -(-CHUNK_TOKENS_MIN // block_tokens)
         self._tally, self._release, self._save_again = tally, release, save_again
         self._clock = clock
@@ -223,10 +223,7 @@ class Meetings:
         if decided is None or state.hit is None or state.phase is not Phase.HIT:
             return False
         end, block_ids = self._end(state, request), blocks.get_block_ids()
-        placed = min(
-            len(ids) // (self._splits[group] if self._splits else 1) for group, ids in enumerate(block_ids)
-        )
-        if placed < end:
+        if min(len(ids) for ids in block_ids) < end:
             self._tally.add(f"load_decisions_{SLOWER}")
             if state.choice is not None:
                 self._tally.add("declined_tokens", state.choice.blocks * self._block_tokens)
@@ -352,7 +349,7 @@ class Meetings:
     def _begin_piece(self, meeting: Meeting, first: int, last: int) -> None:
         assert self._blocks is not None
         number, self._next_piece = self._next_piece, self._next_piece + 1
-        ids = by_part(meeting.block_ids, self._splits, first, last)
+        ids = by_part(meeting.block_ids, (), first, last)
         blocks = [self._blocks.blocks[block_id] for part in ids for block_id in part]
         width = meeting.state.chain.width
         unit = DESCRIPTOR_BYTES * width

@@ -141,7 +141,6 @@ class SchedulerHalf:
         )
         self.meetings = Meetings(
             block_tokens=engine_config.block_tokens,
-            splits=engine_config.splits,
             workers=engine_config.workers,
             tally=self.tally,
             release=self.lookups.release,

@@ -680,13 +680,14 @@ class WorkerHalf:
         self.tally.observe("load_seconds", seconds)
         error = answer.error or "the pool no longer has them"
         if bad and (count := self._repeats.due(error)):
+            computed = load.piece or self._engine_config.recomputes  # a piece keeps no request waiting
             self._log.warning(
                 "moonpool: %d of %d blocks of request %s were not loaded (%s); they are %s%s",
                 len(bad),
                 load.blocks,
                 load.request_id,
                 error,
-                "computed instead" if self._engine_config.recomputes else "an error (kv_load_failure_policy)",
+                "computed instead" if computed else "an error (kv_load_failure_policy)",
                 times(count),
             )
 

@@ -64,7 +64,6 @@ class Bed:
         self.clock, self.blocks, self.tally = Clock(), FakeBlockPool(4 * HIT_BLOCKS), Tally()
         self.meetings = Meetings(
             block_tokens=BLOCK_TOKENS,
-            splits=(),
             workers=self.workers,
             tally=self.tally,
             release=self.released.append,
@@ -556,6 +555,21 @@ def test_pieces_are_reported_by_number_and_keep_no_request_waiting() -> None:
     report = half.take_report()
     assert report is not None
     assert {number: end.good for number, end in report.pieces.items()} == {1: 0, 2: 0, 4: 0}
+
+
+def test_a_failed_piece_is_computed_also_where_a_failed_load_is_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = FakePool()
+    half = worker_half(memory(), node_at(pool), recomputes=False)
+    suffixed = b"".join(bytes(32) + ranges.suffix() for ranges in COLUMNS)
+    for number, error in ((1, "lost"), (0, "gone")):
+        half.start_loads(Step((Load("r", WIDTH, suffixed, LIFE, bytes(32 * WIDTH), ((4,),), piece=number),)))
+        pool.answer(pool.loads[-1][0], Loaded(bytes(WIDTH), 0, error))
+        half.poll()
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("(lost); they are computed instead" in message for message in messages)
+    assert any("(gone); they are an error" in message for message in messages)
 
 
 def test_reports_of_ranks_add_up() -> None:
