@@ -77,6 +77,12 @@ TEST_CASE("sim history: a put that waited is read on its host until its node has
     CHECK(check({put, removal(400 * kMs), elsewhere}, 10 * kSecond));
     CHECK_FALSE(check({put, removal(400 * kMs, kSecond), read(1, 1600 * kMs, kMs)}, 10 * kSecond));
     CHECK(check({put, removal(400 * kMs, kSecond), read(1, 1701 * kMs, kMs)}, 10 * kSecond));
+    // Another host that has read what a node told of within the removal.
+    elsewhere.begin = 1600 * kMs;
+    CHECK_FALSE(check({put, removal(400 * kMs, kSecond), elsewhere}, 10 * kSecond));
+    elsewhere.begin = 1701 * kMs;
+    elsewhere.end = elsewhere.begin + kMs;
+    CHECK(check({put, removal(400 * kMs, kSecond), elsewhere}, 10 * kSecond));
     put.begin = 150 * kMs;  // it did not wait
     CHECK(check({put, removal(400 * kMs), read(1, 600 * kMs, kMs)}, 10 * kSecond));
     CHECK_FALSE(check({put, removal(400 * kMs, kSecond), read(1, 1700 * kMs, kMs)}, 10 * kSecond));
