@@ -40,14 +40,15 @@ bool is_counted_read(const Operation& o, Micros healed) {
            !(o.away && o.begin < healed);
 }
 
-// Until then clients read a copy, though a removal of which its node was not told is acknowledged. What a
-// node told of while a removal waited: until the beat after its end; those of other hosts that have read it
-// there, too. A put that waited for a node that stood still: until that has joined again, on the copy's own
-// host.
-Micros late_until(const Operation& put, const Operation& removal, const Operation& read) {
-    const bool put_waited = put.kind != Operation::kReplace && put.end - put.begin > kWaited && !read.from;
-    const bool removal_waited = removal.end - removal.begin > kBeat;
-    return std::max(put_waited ? put.end + kRejoin : 0, removal_waited ? removal.end + kBeat : 0);
+// Until then clients read a copy, though a removal or replacement of which its node was not told is
+// acknowledged. What a node told of while that waited: until the beat after its end; those of other hosts
+// that have read it there, too. A removed put that waited for a node that stood still: until that has joined
+// again, on the copy's own host.
+Micros late_until(const Operation& put, const Operation& next, const Operation& read) {
+    const bool put_waited = next.kind == Operation::kRemove && put.kind != Operation::kReplace &&
+                            put.end - put.begin > kWaited && !read.from;
+    const bool next_waited = next.end - next.begin > kBeat;
+    return std::max(put_waited ? put.end + kRejoin : 0, next_waited ? next.end + kBeat : 0);
 }
 
 std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation*>& operations,
@@ -99,7 +100,7 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
                 if (o->value != a->first || !is_counted_read(*o, healed)) continue;
                 if ((in_order || !removed) && o->begin < old.write->end) continue;
                 if (next.write->forgotten_at <= o->end) continue;
-                if (removed && o->begin <= late_until(*old.write, *next.write, *o)) continue;
+                if (o->begin <= late_until(*old.write, *next.write, *o)) continue;
                 last_begin = std::max(last_begin, o->begin);
             }
             if (next.in_force >= last_begin) continue;

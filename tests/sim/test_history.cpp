@@ -118,3 +118,13 @@ TEST_CASE("sim history: of unique puts one is stored, until the key is removed, 
     CHECK_FALSE(check({one, refused}, 1000, true));
     CHECK(check({one, removal, refused}, 1000, true));
 }
+
+TEST_CASE(
+    "sim history: what a node told of while a replacement waited is read until the beat after its end") {
+    Operation one = op(Operation::kReplace, 1, 0, 200 * kMs);
+    Operation two = op(Operation::kReplace, 2, 300 * kMs, 800 * kMs);
+    CHECK_FALSE(check({one, two, read(1, 1000 * kMs, kMs)}, 10 * kSecond));
+    CHECK(check({one, two, read(1, 1101 * kMs, kMs)}, 10 * kSecond));
+    two.end = 400 * kMs;  // it did not wait
+    CHECK(check({one, two, read(1, 600 * kMs, kMs)}, 10 * kSecond));
+}
