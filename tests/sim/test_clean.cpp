@@ -317,6 +317,17 @@ TEST_CASE("sim: a unique put finds a key whose row is on its way, and waits for 
     expect_none_from(5400323, unique_puts());
 }
 
+// 8400028636: a node that was restarted had put the key, and could not join while its former life was not
+// silent.
+TEST_CASE("sim: a unique put comes after what a node that has yet to join has put") {
+    Conditions c = clean_conditions();
+    c.uniques = 4;
+    c.replaces = 0;
+    c.restarts = 3;
+    c.disks = c.standby = c.owner_dies = true;
+    expect_none_from(8400028636, c);
+}
+
 // 2 and 981: a put of a new key had no place in the order, so one that was replaced within it began anew.
 // 22, 97: a node that stood still put what it was told before, and was spared as one that put by itself.
 // 5300834: a node told once more of what it had put, after it had confirmed a drop of what was older.

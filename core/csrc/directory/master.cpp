@@ -397,22 +397,28 @@ bool Master::has_row(NodeId id, const Hash128& hash) const {
 // Bytes that a client has put count as being put as long as their row may be on its way: an asker would look
 // in vain for the node that has them.
 Taken Master::taken(uint64_t now_ms, const Hash128& hash) {
+    bool may_be = false;
     if (auto placed = placed_.find(hash); placed != placed_.end()) {
         const Version removed = log_.find(hash).version;
-        const uint64_t row_late_ms = kRowLateMs + 2 * uint64_t{pace_.batch_ms()};
+        // Another life of the node may have it, which joins when this one is silent for long enough.
+        const uint64_t row_late_ms =
+            kRowLateMs + limits_.membership.suspect_ms + 2 * uint64_t{pace_.batch_ms()};
         bool being_put = false;
         for (const Placed& p : placed->second) {
-            if (p.version < removed || !seats_.contains(p.node) || !membership_.alive(p.node)) continue;
+            if (p.version < removed || !seats_.contains(p.node)) continue;
+            may_be |= !membership_.alive(p.node);
+            if (!membership_.alive(p.node)) continue;
             being_put |= !p.here || (now_ms - p.at_ms < row_late_ms && !has_row(p.node, hash));
         }
         if (being_put) return Taken::kBeingPut;
     }
     find_holders(hash, false);
     if (!found_.empty()) return Taken::kHeld;
+    find_holders(hash, true);  // of nodes that join, too
     // The log is for what nodes may have that are away. A key that it knows already may be under way to a
     // node that did not say so, or be there, and the node tells of it once more.
-    bool may_be = membership_.suspects() != 0 || !owing_.empty() || filling(now_ms) || !unsettled_.empty() ||
-                  log_.find(hash).version != kNoVersion;
+    may_be |= !found_.empty() || membership_.suspects() != 0 || !owing_.empty() || filling(now_ms) ||
+              !unsettled_.empty() || log_.find(hash).version != kNoVersion;
     return may_be ? Taken::kFree : Taken::kNew;
 }
 

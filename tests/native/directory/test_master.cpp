@@ -452,7 +452,7 @@ TEST_CASE("master: of clients that put a key where no node has it one has the ke
     a.put(now, 4);
     a.remove(now, 4);
     CHECK(ask(now + 1, {4}, b).second == std::vector{Taken::kBeingPut});
-    CHECK(ask(now + 400, {4}, b).second == std::vector{Taken::kNew});
+    CHECK(ask(now + 1400, {4}, b).second == std::vector{Taken::kNew});
     CHECK(master.check_integrity());
 }
 
