@@ -141,6 +141,14 @@ void Master::go_on_behind(Version version) {
     }
 }
 
+template <class Is>
+void Master::forget_placed(Is is) {
+    for (auto placed = placed_.begin(); placed != placed_.end();) {
+        std::erase_if(placed->second, is);
+        placed = placed->second.empty() ? placed_.erase(placed) : std::next(placed);
+    }
+}
+
 void Master::clear_seat(NodeId id) {
     directory_.close(id);
     if (auto seat = seats_.find(id); seat != seats_.end()) numbers_.erase(seat->second.incarnation);
@@ -148,10 +156,7 @@ void Master::clear_seat(NodeId id) {
     owing_.erase(id);
     unsettled_.erase(id);
     joining_.erase(id);
-    for (auto placed = placed_.begin(); placed != placed_.end();) {
-        std::erase_if(placed->second, [&](const Placed& p) { return p.node == id; });
-        placed = placed->second.empty() ? placed_.erase(placed) : std::next(placed);
-    }
+    forget_placed([&](const Placed& p) { return p.node == id; });
 }
 
 void Master::disconnected(NodeId id, LinkId link) {
@@ -279,10 +284,10 @@ bool Master::spares(const Seat& seat, const Removal& removal) const {
 }
 
 // Whether the row may be of the replacement itself, of which ORDERED is on its way.
-bool Master::is_placing(NodeId id, const Hash128& hash, Version version) const {
+bool Master::is_placing(NodeId id, const Hash128& hash, Version version, bool here) const {
     auto placed = placed_.find(hash);
     return placed != placed_.end() && std::ranges::any_of(placed->second, [&](const Placed& p) {
-               return p.node == id && p.version >= version;
+               return p.node == id && p.version >= version && (p.here || !here);
            });
 }
 
@@ -380,46 +385,35 @@ void Master::write_found(size_t limit, Writer& out) {
     }
 }
 
-// Its bytes are there, in place of what was.
-bool Master::is_placed(NodeId id, const Hash128& hash, Version version) const {
-    auto placed = placed_.find(hash);
-    return placed != placed_.end() && std::ranges::any_of(placed->second, [&](const Placed& p) {
-               return p.here && p.node == id && p.version >= version;
-           });
-}
-
-bool Master::has_row(NodeId id, const Hash128& hash) const {
-    bool has = false;
-    directory_.find(hash, [&](Holder holder) { has |= holder.node == id; });
-    return has;
-}
-
 // Bytes that a client has put count as being put as long as their row may be on its way: an asker would look
 // in vain for the node that has them.
 Taken Master::taken(uint64_t now_ms, const Hash128& hash) {
-    bool may_be = false;
+    const Version removed = log_.find(hash).version;
+    // The log is for what nodes may have that are away, or join. A key that it knows already may be under way
+    // to a node that did not say so, or be there, and the node tells of it once more.
+    bool may_be = removed != kNoVersion || membership_.suspects() != 0 || !owing_.empty() ||
+                  filling(now_ms) || !unsettled_.empty();
+    find_holders(hash, true);
     if (auto placed = placed_.find(hash); placed != placed_.end()) {
-        const Version removed = log_.find(hash).version;
         // Another life of the node may have it, which joins when this one is silent for long enough.
         const uint64_t row_late_ms =
             kRowLateMs + limits_.membership.suspect_ms + 2 * uint64_t{pace_.batch_ms()};
         bool being_put = false;
         for (const Placed& p : placed->second) {
             if (p.version < removed || !seats_.contains(p.node)) continue;
-            may_be |= !membership_.alive(p.node);
-            if (!membership_.alive(p.node)) continue;
-            being_put |= !p.here || (now_ms - p.at_ms < row_late_ms && !has_row(p.node, hash));
+            if (!membership_.alive(p.node)) {
+                may_be = true;
+                continue;
+            }
+            const bool has_row = std::ranges::find(found_, p.node, &Holder::node) != found_.end();
+            being_put |= !p.here || (now_ms - p.at_ms < row_late_ms && !has_row);
         }
         if (being_put) return Taken::kBeingPut;
     }
-    find_holders(hash, false);
-    if (!found_.empty()) return Taken::kHeld;
-    find_holders(hash, true);  // of nodes that join, too
-    // The log is for what nodes may have that are away. A key that it knows already may be under way to a
-    // node that did not say so, or be there, and the node tells of it once more.
-    may_be |= !found_.empty() || membership_.suspects() != 0 || !owing_.empty() || filling(now_ms) ||
-              !unsettled_.empty() || log_.find(hash).version != kNoVersion;
-    return may_be ? Taken::kFree : Taken::kNew;
+    for (const Holder& holder : found_) {
+        if (membership_.alive(holder.node)) return Taken::kHeld;
+    }
+    return may_be || !found_.empty() ? Taken::kFree : Taken::kNew;
 }
 
 Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, Writer& out,
@@ -441,11 +435,11 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
             continue;
         }
         keep_last_ended(hash);
-        find_holders(hash, true);
         // A node may have yet to carry out a put of a former place in the order.
         const bool of_absent = taken != nullptr && log_.find(hash).version == kNoVersion;
         add_removal(hash, first + i, first + i, of_absent);
         ++counters_.forgets_total;
+        find_holders(hash, true);
         // Replacements of a moment ago, of which their nodes have not told yet; or they are still to come
         // there.
         if (auto placed = placed_.find(hash); placed != placed_.end()) {
@@ -563,7 +557,7 @@ void Master::void_copies(const Hash128& hash) {
     for (const Holder& holder : found_) {
         Seat& seat = seats_.at(holder.node);
         if (knows(seat, hash, removal.place) || spares(seat, removal)) continue;
-        if (is_placed(holder.node, hash, removal.version)) {  // the node keeps that one
+        if (is_placing(holder.node, hash, removal.version, true)) {  // the node keeps that one
             drop(seat, hash, removal.version);
             continue;
         }
@@ -625,11 +619,7 @@ void Master::tick(uint64_t now_ms) {
     }
     if (open_.empty()) before_open_.clear();
     if (new_for_ms(now_ms) == 0) told_early_ = RemovalLog(limits_.removals_max);
-    for (auto placed = placed_.begin(); placed != placed_.end();) {
-        auto is_old = [&](const Placed& p) { return now_ms - p.at_ms >= limits_.placed_ms; };
-        std::erase_if(placed->second, is_old);
-        placed = placed->second.empty() ? placed_.erase(placed) : std::next(placed);
-    }
+    forget_placed([&](const Placed& p) { return now_ms - p.at_ms >= limits_.placed_ms; });
     if (new_for_ms(now_ms) != 0) {
         for (auto& [id, seat] : seats_) seem_joining(now_ms, id, seat);
     } else {  // no other node may be behind

@@ -204,9 +204,10 @@ class Master {
     void hear_again(Seat& seat);
     void know(Seat& seat, const Hash128& hash, Version place);
     bool knows(const Seat& seat, const Hash128& hash, Version place) const;
-    bool is_placing(NodeId id, const Hash128& hash, Version version) const;
-    bool is_placed(NodeId id, const Hash128& hash, Version version) const;
-    bool has_row(NodeId id, const Hash128& hash) const;
+    // here: its bytes are, too.
+    bool is_placing(NodeId id, const Hash128& hash, Version version, bool here = false) const;
+    template <class Is>
+    void forget_placed(Is is);
     bool spares(const Seat& seat, const Removal& removal) const;
     bool is_open(const Removal& removal) const;
     Removal last_ended(const Hash128& hash) const { return last_ended(hash, log_.find(hash)); }

@@ -400,6 +400,16 @@ std::vector<Version> end_order(Master& master, uint64_t now, const std::vector<u
     return last;
 }
 
+// A place in the order for keys that are put where no node has them.
+std::pair<Version, std::vector<Taken>> ask_unique(Master& master, uint64_t now,
+                                                  const std::vector<uint64_t>& keys, NodeId placing) {
+    std::vector<std::byte> out;
+    Writer w(out);
+    std::vector<Taken> taken;
+    Version first = master.order(now, hashes_of(keys), placing, w, &taken);
+    return {first, taken};
+}
+
 TEST_CASE("master: of clients that put a key where no node has it one has the key") {
     MasterLimits limits;
     limits.grace_ms = 0;
@@ -411,11 +421,7 @@ TEST_CASE("master: of clients that put a key where no node has it one has the ke
     b.inventory(0);
     b.put(0, 1);
     auto ask = [&](uint64_t now, const std::vector<uint64_t>& keys, const Node& placing) {
-        std::vector<std::byte> out;
-        Writer w(out);
-        std::vector<Taken> taken;
-        Version first = master.order(now, hashes_of(keys), placing.id, w, &taken);
-        return std::pair(first, taken);
+        return ask_unique(master, now, keys, placing.id);
     };
     auto [first, taken] = ask(10, {1, 2}, a);
     CHECK(taken == std::vector{Taken::kHeld, Taken::kNew});
@@ -470,10 +476,7 @@ TEST_CASE("master: the end of a put that met another one's value leaves that as 
     a.applied = removal.first;  // which its beat has yet to say
     a.put(13, 1);
     REQUIRE(locate(master, {1})[0].size() == 1);
-    std::vector<std::byte> out;
-    Writer w(out);
-    std::vector<Taken> taken;
-    Version first = master.order(14, hashes_of({1}), b.id, w, &taken);
+    auto [first, taken] = ask_unique(master, 14, {1}, b.id);
     CHECK(taken == std::vector{Taken::kHeld});
     (void)end_order(master, 15, {1}, first, {{}});
     CHECK(locate(master, {1})[0].size() == 1);
@@ -539,10 +542,7 @@ TEST_CASE("master: a key that is put because no node has it takes the place of c
     c.put(0, 1);
     c.inventory(0);
     master.disconnected(c.id, c.link);
-    std::vector<std::byte> out;
-    Writer w(out);
-    std::vector<Taken> taken;
-    Version first = master.order(10, hashes_of({1}), a.id, w, &taken);
+    auto [first, taken] = ask_unique(master, 10, {1}, a.id);
     CHECK(taken == std::vector{Taken::kFree});
     (void)end_order(master, 11, {1}, first, {{a.id}}, {{a.id}});
     a.put(12, 1);
